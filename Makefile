@@ -53,7 +53,7 @@ test-long: $(STAMP)
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --durations=20 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions" tests
+	$(BIN)/python -m pytest -q -n 2 --durations=20 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions" tests
 
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)

@@ -33,4 +33,4 @@ RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-h
 COPY --from=build /opt/kestrl /opt/kestrl
 ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "kestrl_inference.vllm_cpu"]
+ENTRYPOINT ["python", "-m", "kestrl_inference.inside.launcher"]

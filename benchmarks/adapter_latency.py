@@ -33,6 +33,7 @@ import torch
 from benchmarks.report import Row, main
 from tests.fakes.ports import free_port
 
+from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import reserved_ports, site_of
@@ -53,6 +54,7 @@ from kestrl.engines.vllm import SCORING
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, open_store
+from kestrl_inference.inside.launcher import installed, read_options, server_arguments
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_tools.catalogue import load_tools
@@ -81,7 +83,7 @@ async def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
 
 def alone(engine: Component) -> Component:
     """vLLM's server with an engine's arguments, without KestRL's plugin, guard and launcher."""
-    port, args = free_port(), list(engine.args)
+    port, args = free_port(), server_arguments(read_options(engine.args), installed("vllm"))
     guard = args.index("--middleware")
     del args[guard : guard + 2]
     args[args.index("--port") + 1] = str(port)
@@ -200,6 +202,7 @@ async def started(manifest: Path, folder: Path) -> AsyncGenerator[Bench]:
     run = RunDir(folder / "run")
     for part in ("logs", "settings", "work"):
         (run.path / part).mkdir(parents=True)
+    write_engine_folder(run.path / ENGINE_FOLDER)
     keys = {secret.value: secrets.token_urlsafe(16) for secret in Secret}
     launcher = Launcher(folder=run.path, secrets=keys)
     headers = {"Authorization": f"Bearer {keys[Secret.ENGINE_CONTROL_KEY.value]}"}

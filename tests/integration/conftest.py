@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.local.processes import engine_environment
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
 from kestrl._shared.plan.site import Endpoint, Site
@@ -145,8 +147,9 @@ def publish(storage: Path, adapter: Adapter, *, step: int = 1, probed: Adapter |
 # --- the servers
 
 
-def planned_engine(model: Path, work: Path, port: int) -> Component:
-    """The engine that the plan gives a job with this model: slots for three versions of rank 8."""
+def planned_engine(model: Path, work: Path, port: int, python: Path | None = None) -> Component:
+    """The engine that the plan gives a job with this model: slots for three versions of rank 8, in an interpreter."""
+    write_engine_folder(work / ENGINE_FOLDER)
     manifest = {
         "apiVersion": "kestrl.dev/v1alpha1",
         "kind": "AgentRLJob",
@@ -177,6 +180,8 @@ def planned_engine(model: Path, work: Path, port: int) -> Component:
         storage="unused",
         database="unused",
         work_dir=str(work),
+        engine_python=None if python is None else str(python),
+        engine_path=str(work / ENGINE_FOLDER),
     )
     return engine_component(parse_job(manifest), site, 0)
 
@@ -187,6 +192,7 @@ class Server:
 
     model: Path
     work: Path
+    python: Path | None = None
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     _began: float = 0.0
@@ -201,12 +207,15 @@ class Server:
         return self.process.pid
 
     def start(self) -> None:
-        planned = planned_engine(self.model, self.work, self.port)
-        environment = {**os.environ, **planned.env, **KEYS}
+        planned = planned_engine(self.model, self.work, self.port, self.python)
+        environment = {**engine_environment(os.environ, planned.python), **planned.env, **KEYS}
         self._began = time.monotonic()
         with (self.work / f"engine-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", planned.module, *planned.args], env=environment, stdout=log, stderr=log
+                [planned.python or sys.executable, "-m", planned.module, *planned.args],
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
 
     def log(self) -> str:

@@ -108,7 +108,7 @@ def test_two_servers_start_side_by_side(servers: Any) -> None:
 
 
 def test_a_server_without_the_plugin_does_not_start() -> None:
-    command = [sys.executable, "-m", "kestrl_inference.vllm_cpu", "--model", "none"]
+    command = [sys.executable, "-m", "kestrl_inference.inside.launcher", "--cpu", "--", "--model", "none"]
     environment = {**os.environ, "VLLM_PLUGINS": "another"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1

@@ -273,7 +273,7 @@ def test_when_killed_nothing_is_left_and_the_same_command_resumes(tmp_path: Path
     run = RunDir(tmp_path / "email-search-1")
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.DEVNULL) as process:
         wait_for_step(run, process, 1)
-        assert any("kestrl_inference.vllm_cpu" in line for line in belonging_to(tmp_path))
+        assert any("kestrl_inference.inside.launcher" in line for line in belonging_to(tmp_path))
         assert_prometheus_can_read(run)
         assert_status_reports_the_run(tmp_path)
         process.kill()

@@ -1,4 +1,4 @@
-"""How `kestrl_inference.vllm_cpu` starts vLLM, with vLLM's own modules. No engine is started."""
+"""How `kestrl_inference.inside.vllm_cpu` starts vLLM, with vLLM's own modules. No engine is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrl_inference.vllm_cpu import INSPECTS, inspect_in_process
+from kestrl_inference.inside.vllm_cpu import INSPECTS, inspect_in_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
 

@@ -69,8 +69,6 @@ class Launch:
     """Accelerators of a replica."""
     host: str
     port: int
-    token_routes: bool
-    """Whether an option enables the routes that take token ids."""
     work_dir: str
     """Folder for the engine's caches."""
     otlp: str | None
@@ -79,6 +77,8 @@ class Launch:
     """The user's options, which come before all others."""
     memory: EngineMemory | None = None
     """None: the engine takes what its own default is."""
+    version: str | None = None
+    """Version that the engine must have, such as 0.32; None for any."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 

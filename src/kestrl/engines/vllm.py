@@ -1,4 +1,4 @@
-"""Dialect of vLLM 0.23 to 0.32: its server's options, `/inference/v1/generate` and the routes of adapters."""
+"""Dialect of vLLM 0.23 and later: its server's options, `/inference/v1/generate` and the routes of adapters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from kestrl.engines.otlp import HTTP, is_http, signal_url
 from kestrl.tools.shapes import is_mapping
 
 GENERATE = "/inference/v1/generate"
+LAUNCHER = "kestrl_inference.inside.launcher"
+"""Module that starts the server in the engine's interpreter."""
+SERVER = "vllm.entrypoints.openai.api_server"
 START_METRIC = "process_start_time_seconds"
 LOAD_METRICS = (
     "vllm:kv_cache_usage_perc",
@@ -97,20 +100,15 @@ class Vllm:
     )
 
     def command(self, launch: Launch) -> Command:
-        """With the guard as middleware."""
+        """With the guard as middleware. The launcher adds the options that depend on the engine's version."""
         options: Options = {
             **_model_options(launch),
             "served-model-name": launch.name,
             "host": launch.host,
             "port": launch.port,
-            "max-loras": launch.slots,
-            # One more than the live versions: the engine would read an adapter that it evicted from its folder again,
-            # and exit if the folder has been deleted.
-            "max-cpu-loras": launch.slots + 1,
-            "enable-scale-out": launch.token_routes,
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",
-            "middleware": "kestrl_inference.guard.ControlGuard",
+            "middleware": "kestrl_inference.inside.guard.ControlGuard",
             "disable-log-stats": False,
             **({"structured-outputs-config": COMPACT_JSON} if launch.judges else {}),
             **_trace_options(launch.otlp),
@@ -123,7 +121,8 @@ class Vllm:
             "OTEL_SERVICE_NAME": "kestrl-engine",
             **_trace_environment(launch.otlp),
         }
-        return Command(module=_module(launch), arguments=_arguments(options), environment=environment)
+        arguments = (*_launcher_options(launch), *_version_options(launch), "--", *_arguments(options))
+        return Command(module=LAUNCHER, arguments=arguments, environment=environment)
 
     def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
         options: Options = {
@@ -133,7 +132,10 @@ class Vllm:
             **launch.options,
             "lora-modules": f"{adapter}={folder}",
         }
-        return Command(module=_module(launch), arguments=_arguments(options), environment=_cpu_environment(launch))
+        if launch.cpu:
+            arguments = (*_launcher_options(launch), "--", *_arguments(options))
+            return Command(module=LAUNCHER, arguments=arguments, environment=_cpu_environment(launch))
+        return Command(module=SERVER, arguments=_arguments(options), environment={})
 
     def generate(self, request: Generate) -> Request:
         body = {
@@ -238,8 +240,14 @@ def _object(answer: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _module(launch: Launch) -> str:
-    return "kestrl_inference.vllm_cpu" if launch.cpu else "vllm.entrypoints.openai.api_server"
+def _launcher_options(launch: Launch) -> tuple[str, ...]:
+    return ("--cpu",) if launch.cpu else ()
+
+
+def _version_options(launch: Launch) -> tuple[str, ...]:
+    """Options of the launcher from which it makes those of the server, which differ between versions."""
+    wanted = () if launch.version is None else ("--version", launch.version)
+    return ("--slots", str(launch.slots), *wanted)
 
 
 def _model_options(launch: Launch) -> Options:

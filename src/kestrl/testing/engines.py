@@ -46,7 +46,6 @@ LAUNCH = Launch(
     devices=1,
     host="127.0.0.1",
     port=8765,
-    token_routes=True,
     work_dir="/work",
     otlp=None,
     options={},

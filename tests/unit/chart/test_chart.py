@@ -92,7 +92,7 @@ def test_the_operator_reads_its_settings(helm: Helm, tmp_path: Path) -> None:
 def test_an_administrators_choice_reaches_the_operator(helm: Helm, tmp_path: Path) -> None:
     jobs = {
         "storage": {"uri": "s3://b/p", "secret": "s3"},
-        "accelerators": {"nvidia": {"nodeSelector": {"pool": "a100"}, "spareSlots": 1}},
+        "accelerators": {"nvidia": {"nodeSelector": {"pool": "a100"}}},
         "toolsRuntimeClass": "gvisor",
         "resources": {"learner": {"requests": {"cpu": 2}}},
     }

@@ -258,18 +258,6 @@ def test_profiles_are_listed_completely() -> None:
     assert len(rows(text, "| built in |")) == len(BUILT_IN)
 
 
-def test_an_ascend_engine_starts_without_the_unknown_flag() -> None:
-    """As docs/accelerators.md says of it."""
-    ascend = {"spec": {"inference": {"accelerator": {"profile": "ascend"}}}}
-    objects = rendered(parse_job(merged(QUICKSTART, ascend)), read_cluster(VALUES["jobs"]))
-    (engine,) = (
-        item for item in objects if item["metadata"]["name"].endswith("-inference") and item["kind"] == "StatefulSet"
-    )
-    arguments = engine["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert "--enable-scale-out" not in arguments
-    assert arguments[arguments.index("--max-loras") + 1] == "5"
-
-
 def test_the_operators_rights_are_those_of_the_table() -> None:
     """Each resource of the chart's roles stands in docs/security.md with all of its verbs."""
     text = (ROOT / "charts/kestrl/templates/rbac.yaml").read_text()

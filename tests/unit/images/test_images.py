@@ -142,11 +142,15 @@ def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:
 
 
 @pytest.mark.parametrize("name", THIN)
-def test_an_engine_of_others_gets_the_guard_and_nothing_else(name: str) -> None:
-    source = (ROOT / "services" / "inference" / "src" / "kestrl_inference" / "guard.py").read_text()
-    imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
-    assert imported <= sys.stdlib_module_names, "the engine's own environment need not have it"
+def test_an_engine_of_others_gets_what_runs_in_it_and_nothing_else(name: str) -> None:
+    inside = ROOT / "services" / "inference" / "src" / "kestrl_inference" / "inside"
+    source = "\n".join(path.read_text() for path in inside.glob("*.py"))
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
+    others = imported - sys.stdlib_module_names - {"torch", "vllm"}
+    assert others == {"kestrl_inference"}, "the engine's own environment need not have it"
+    assert re.findall(r"kestrl_inference\.(\w+)", source) == ["inside"] * source.count("kestrl_inference.")
     assert "pip" not in FILES[name]
+    assert "kestrl = kestrl_inference.inside.vllm_plugin:register" in FILES[name]
 
 
 def test_a_build_sees_the_sources_and_nothing_else() -> None:

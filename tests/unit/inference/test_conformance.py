@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.fakes.engine import FakeEngine
 
-from kestrl._shared.spec.job import Inference
+from kestrl._shared.spec.inference import Inference
 from kestrl.engines import Command, Generate, Generated, Launch, Request, Route
 from kestrl.engines.registry import DIALECTS
 from kestrl.engines.vllm import Vllm
@@ -36,7 +36,7 @@ class LocksHealth(Vllm):
 class AnyPort(Vllm):
     def command(self, launch: Launch) -> Command:
         found = super().command(launch)
-        return Command(module=found.module, arguments=found.arguments[:2], environment=found.environment)
+        return Command(module=found.module, arguments=found.arguments[:6], environment=found.environment)
 
 
 class RaisesKeyError(Vllm):

@@ -13,6 +13,7 @@ import pytest
 
 from kestrl._shared import engine_failure
 from kestrl.errors import EngineFailure
+from kestrl_inference.inside import failure
 
 WRAPPER = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 KV = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine"
@@ -43,7 +44,7 @@ FREE = (
     ],
 )
 def test_another_start_helps_or_not(error: Exception, lasting: bool) -> None:
-    found = engine_failure.failure_of(error)
+    found = failure.failure_of(error)
     assert found.lasting is lasting
     assert found.message.startswith(f"{type(error).__name__}: ")
 
@@ -55,7 +56,7 @@ def test_the_root_of_a_chain_is_named_and_decides_too() -> None:
         except ConnectionError as error:
             raise ValueError("the model cannot be fetched") from error
     except ValueError as error:
-        found = engine_failure.failure_of(error)
+        found = failure.failure_of(error)
     assert found.message == "ValueError: the model cannot be fetched (from ConnectionError: the network is away)"
     assert not found.lasting
 
@@ -68,10 +69,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_error_that_refers_elsewhere_is_not_recorded(path: Path) -> None:
-    engine_failure.write_down(ValueError(KV))
-    engine_failure.write_down(WRAPPER)
-    engine_failure.write_down(SystemExit(1))
-    assert engine_failure.read(path) == engine_failure.failure_of(ValueError(KV))
+    failure.write_down(ValueError(KV))
+    failure.write_down(WRAPPER)
+    failure.write_down(SystemExit(1))
+    assert engine_failure.read(path) == failure.failure_of(ValueError(KV))
     assert [part.name for part in path.parent.iterdir()] == ["failure.json"]
 
 
@@ -83,8 +84,8 @@ def test_a_damaged_record_is_none(path: Path) -> None:
 
 PROCESS = """
 import logging, sys
-from kestrl._shared import engine_failure
-engine_failure.install()
+from kestrl_inference.inside import failure
+failure.install()
 if sys.argv[1] == "core":  # as vllm/v1/engine/core.py does
     try:
         raise ValueError("what was wrong")
@@ -135,7 +136,7 @@ async def test_what_may_pass_is_waited_for(make_stage: Any, tmp_path: Path, capl
     stage = await make_stage()
     path = stage.watch.failure_file = tmp_path / "failure.json"
     stage.engine.healthy = False
-    path.write_text(json.dumps(engine_failure.failure_of(ValueError(FREE))._asdict()))
+    path.write_text(json.dumps(failure.failure_of(ValueError(FREE))._asdict()))
     for _ in range(3):
         await stage.look()
     assert (await stage.seen()).failure.retryable

@@ -12,8 +12,8 @@ import pytest
 
 from kestrl._shared.plan.engines import ROUTES, routes
 from kestrl.engines.vllm import Vllm
-from kestrl_inference import guard
-from kestrl_inference.guard import ControlGuard
+from kestrl_inference.inside import guard
+from kestrl_inference.inside.guard import ControlGuard
 
 DATA, CONTROL = "the-data-key", "the-control-key"
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 from types import ModuleType
 
-from kestrl_inference.vllm_cpu import fork_context, prefer_fork
+from kestrl_inference.inside.vllm_cpu import fork_context, prefer_fork
 
 # Prints when its child is up, and then waits to be killed. Both hold the pipe: it ends when both are gone.
 FORKING = """
 import os, time
-from kestrl_inference.vllm_cpu import die_with_forker, fork_context
+from kestrl_inference.inside.vllm_cpu import die_with_forker, fork_context
 die_with_forker()
 def child():
     os.write(1, b"up")
@@ -24,7 +24,8 @@ time.sleep(600)
 """
 LAUNCHED = """
 import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import os, time; from kestrl_inference.vllm_cpu import die_with_parent; "
+subprocess.Popen([sys.executable, "-c",
+                  "import os, time; from kestrl_inference.inside.vllm_cpu import die_with_parent; "
                   "die_with_parent(); os.write(1, b'up'); time.sleep(600)"])
 time.sleep(600)
 """

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl_inference.lora_cpu import add_embedding, add_lora, grouped
+from kestrl_inference.inside.lora_cpu import add_embedding, add_lora, grouped
 
 SLOTS = {7: 2, 5: 0, 9: 1}
 PARTS, FEATURES, RANK = (6, 4, 4), 8, 3

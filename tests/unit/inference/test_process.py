@@ -70,7 +70,9 @@ async def test_a_taken_port_is_reported_in_one_line(make_stage: Any, tmp_path: P
     assert b"Traceback" not in log
 
 
-@pytest.mark.parametrize("module", ["kestrl_inference.__main__", "kestrl_inference.guard", "kestrl_inference.vllm_cpu"])
+@pytest.mark.parametrize(
+    "module", ["kestrl_inference.__main__", "kestrl_inference.inside.guard", "kestrl_inference.inside.launcher"]
+)
 def test_importing_it_brings_nothing_heavy(module: str) -> None:
     heavy = "{'torch', 'vllm', 'transformers', 'peft', 'kopf', 'kubernetes', 'sqlalchemy', 'numpy'}"
     code = f"import sys, {module}; found = {heavy} & set(sys.modules); sys.exit(str(found) if found else 0)"

@@ -80,7 +80,7 @@ def container(
         "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
-        "command": ["python", "-m", component.module],
+        "command": [component.python or "python", "-m", component.module],
         "args": [*_settings_flag(component), *component.args],
         "env": environment(job, component, profile),
         "ports": ports,

@@ -10,7 +10,7 @@ from kestrl._shared.exit_codes import EXIT_INPUT
 from kestrl._shared.plan.components import TORCH_DEFAULTS
 from kestrl._shared.plan.sft import SFTSettings, sft_settings
 from kestrl._shared.prepare import DataSource, PrepareSettings
-from kestrl._shared.spec.job import Accelerator
+from kestrl._shared.spec.inference import Accelerator
 from kestrl._shared.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl.errors import UserInputError
 from kestrl_operator.render.job import claims_in, owner

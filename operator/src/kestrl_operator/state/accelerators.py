@@ -59,12 +59,6 @@ class Profile(Model):
     scheduler: str | None = None
     labels: Mapping[str, str] = {}
     host_mounts: tuple[HostMount, ...] = ()
-    scale_out: bool = True
-    """Whether a flag enables the engine's token routes, as since vLLM 0.30; earlier versions always serve them and do
-    not know the flag."""
-    spare_slots: int = 0
-    """Adapter slots beyond those that live versions need. vLLM before 0.27 may swap an adapter under a running request
-    when a load evicts one in use (vllm#47724): with a spare slot no load ever evicts."""
 
     def requests(self, count: int) -> dict[str, str]:
         """The resources that a container requests; limits and requests are the same for extended resources."""
@@ -91,8 +85,6 @@ def _ascend(resource: str, **more: Any) -> Profile:
         image="npu",
         tolerations=(Toleration(key=resource),),
         host_mounts=(HostMount(path="/usr/local/Ascend/driver"), HostMount(path="/etc/hccn.conf")),
-        scale_out=False,
-        spare_slots=1,
         **more,
     )
 

@@ -214,10 +214,8 @@ def site_of(
         storage=storage,
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
-        builds={
-            name: Build(profile.image, profile.spare_slots, profile.scale_out)
-            for name, profile in profiles(cluster.accelerators).items()
-        },
+        engine_python=job.spec.inference.python,
+        builds={name: Build(profile.image) for name, profile in profiles(cluster.accelerators).items()},
         templates=True,
         keep_alive=True,
         ranks_port=RANKS_PORT,

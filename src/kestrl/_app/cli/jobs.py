@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kestrl._app.cli.options import DEFAULT_RUNS, Manifest, Overrides, Runs, Verbose
+from kestrl._app.cli.options import DEFAULT_RUNS, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
 from kestrl._shared.exit_codes import EXIT_INPUT
 from kestrl._shared.service import LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
@@ -32,6 +32,7 @@ def run(
     base_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="First of the consecutive ports to use (default: free ports).")
     ] = None,
+    engine_python: EnginePython = None,
     verbose: Verbose = False,
 ) -> None:
     """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
@@ -40,7 +41,7 @@ def run(
 
     if verbose:
         os.environ[LEVEL_VARIABLE] = "DEBUG"
-    job = read_job(manifest, set_ or ())
+    job = read_job(manifest, with_engine(set_, engine_python))
     folder, resumed = open_run(runs, job, new=new)
     options = Options(
         manifest_dir=manifest.resolve().parent,
@@ -58,13 +59,14 @@ def validate(
     model: Annotated[
         bool, typer.Option("--model/--no-model", help="Also load the tokenizer and the chat template of the model.")
     ] = True,
+    engine_python: EnginePython = None,
 ) -> None:
     """Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem."""
     from tempfile import TemporaryDirectory
 
     from kestrl._app.local.check import check_job
 
-    job = read_job(manifest, set_ or ())
+    job = read_job(manifest, with_engine(set_, engine_python))
     with TemporaryDirectory() as cache:
         found = check_job(job, base=manifest.resolve().parent, cache_dir=Path(cache), data=data, model=model)
     for warning in found.warnings:
@@ -158,11 +160,14 @@ def doctor(
     manifest: Annotated[Path | None, typer.Argument(help="Also check what this job needs.")] = None,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
+    engine_python: EnginePython = None,
 ) -> None:
     """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
     from kestrl._app.local.doctor import examine
 
-    job = None if manifest is None else read_job(manifest, set_ or ())
+    if manifest is None and engine_python is not None:
+        raise UserInputError("--engine-python belongs to a manifest; give one, too")
+    job = None if manifest is None else read_job(manifest, with_engine(set_, engine_python))
     base = Path.cwd() if manifest is None else manifest.resolve().parent
     missing = False
     for finding in examine(job, base=base, runs=runs):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kestrl._app.local.secrets import Secrets
-from kestrl._app.local.site import local_path
+from kestrl._app.local.site import engine_warnings, local_path
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import plan
@@ -90,7 +90,9 @@ def fitted_job(job: AgentRLJob, base: Path) -> AgentRLJob:
     return fit
 
 
-def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True) -> Findings:
+def check_job(
+    job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True, engine: bool = False
+) -> Findings:
     """Checks everything that a job references.
 
     Args:
@@ -99,8 +101,12 @@ def check_job(job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True
         cache_dir: Folder for generated data.
         data: Whether to read the data sets.
         model: Whether to load tokenizer and chat template.
+        engine: Whether to look for the engine also where the job names no interpreter for it.
     """
-    return _Check(job, base, cache_dir).run(data=data, model=model)
+    check = _Check(job, base, cache_dir)
+    if engine or job.spec.inference.python is not None:
+        check.engine()
+    return check.run(data=data, model=model)
 
 
 class _Check:
@@ -142,6 +148,10 @@ class _Check:
         if folder is not None and not tools.problems:
             self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
         return found
+
+    def engine(self) -> None:
+        """Looks for the engine of this machine."""
+        self._found.warnings += self._try(lambda: engine_warnings(self._job, self._base)) or ()
 
     def _try(self, look: Callable[[], Found]) -> Found | None:
         try:

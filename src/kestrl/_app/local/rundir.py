@@ -24,6 +24,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
+from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.runner_record import RunnerRecord
 from kestrl._shared.spec import AgentRLJob, parse_job
@@ -250,5 +251,6 @@ def make_folders(run: RunDir, job: AgentRLJob, manifest_dir: Path) -> None:
     with _making(run.path):
         for part in ("logs", "settings", "work"):
             (run.path / part).mkdir(parents=True, exist_ok=True)
+        write_engine_folder(run.path / ENGINE_FOLDER)
         write_atomic(run.path / "job.json", job.model_dump_json(by_alias=True, indent=2))
         write_atomic(run.path / "origin.json", json.dumps({"manifest_dir": str(manifest_dir.resolve())}))

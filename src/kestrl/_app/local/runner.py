@@ -210,7 +210,7 @@ def run_job(
             site = site_of(
                 job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir, devices=local_devices(job)
             )
-            findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir)
+            findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir, engine=True)
             findings.raise_problems()
             store = open_storage(job, options.manifest_dir, site.storage)
             store.check()

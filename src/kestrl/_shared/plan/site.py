@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import MachineDevices
-from kestrl._shared.spec.job import Accelerator
+from kestrl._shared.spec.inference import Accelerator
 from kestrl.errors import UserInputError
 
 
@@ -41,14 +41,10 @@ class Build(NamedTuple):
 
     device: str
     """Device name in torch: cpu, cuda or npu."""
-    spare_slots: int = 0
-    """Adapter slots of an engine in addition to those of live versions."""
-    scale_out: bool = True
-    """Whether the engine needs a flag to serve its token routes: vLLM since 0.30."""
 
 
-BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu", 1, scale_out=False)}
-"""Builds by accelerator profile, on one machine, with the newest engines that are published for them."""
+BUILDS: Mapping[str, Build] = {"cpu": Build("cpu"), "nvidia": Build("cuda"), "ascend": Build("npu")}
+"""Builds by accelerator profile, on one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +68,10 @@ class Site:
     """SQLAlchemy address of the ledger."""
     work_dir: str
     """A folder that an engine and its agent share."""
+    engine_python: str | None = None
+    """Interpreter with the engine; None for that of the other components."""
+    engine_path: str | None = None
+    """Folder with what runs in the engine's interpreter; None where that is installed in it."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
     builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)

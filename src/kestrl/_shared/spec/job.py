@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kestrl._shared.spec.algorithms import Algorithm
+from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl._shared.spec.judges import CorrectnessSpec, RulerSpec
 from kestrl._shared.spec.model import (
     LARGEST_CONTEXT,
@@ -27,7 +28,6 @@ from kestrl._shared.spec.scalars import (
     ImportPath,
     JobName,
     JsonObject,
-    Name,
     TemplateArguments,
 )
 from kestrl._shared.spec.secrets import SecretRef
@@ -192,34 +192,6 @@ class Schedule(Model):
     all."""
     keep_episodes: PositiveInt | None = None
     """Number of newest steps whose training episodes are kept in storage. Default: all."""
-
-
-class Accelerator(Model):
-    """Devices of a component."""
-
-    profile: Name = "cpu"
-    """cpu, nvidia or ascend, or a profile of the cluster."""
-    count: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices per replica."""
-
-
-class Inference(Model):
-    """The inference engines."""
-
-    engine: Literal["vllm"] = "vllm"
-    """Engine software."""
-    replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of engines, each with the whole model."""
-    accelerator: Accelerator = Accelerator()
-    context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
-    """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""
-    adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
-    """Maximum adapter versions in an engine; at least maxStaleness + 2."""
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """CPU threads of one engine, on profile cpu. More threads than cores, over all engines, are several times
-    slower."""
-    args: dict[str, str | int | float | bool] = {}
-    """Additional arguments of the engine's server, such as `max-num-seqs: 64`; `true` is a flag without a value."""
 
 
 class Deadlines(Model):

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from kestrl._shared.spec.algorithms import LearningRateScheduleName
-from kestrl._shared.spec.job import Accelerator, Adapter, Metadata, ModelSpec, Storage
+from kestrl._shared.spec.inference import Accelerator
+from kestrl._shared.spec.job import Adapter, Metadata, ModelSpec, Storage
 from kestrl._shared.spec.load import read_kind, with_overrides
 from kestrl._shared.spec.model import (
     LARGEST_CONTEXT,

@@ -29,15 +29,15 @@ def component(name: str, role: Role, *, module: str, restarts: bool = True) -> C
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
-    for part in ("logs", "settings", "code"):
+    for part in ("logs", "settings"):
         (tmp_path / part).mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     secrets = {secret.value: f"value of {secret}" for secret in Secret}
     return Launcher(folder=tmp_path, secrets=secrets, environment=environment)
 
 
 def module(launcher: Launcher, name: str, code: str) -> str:
-    (launcher.folder / "code" / f"{name}.py").write_text(code)
+    (launcher.folder / f"{name}.py").write_text(code)  # the working directory is on the path, also of engines
     return name
 
 

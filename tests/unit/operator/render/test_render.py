@@ -508,14 +508,14 @@ def test_a_profile_of_the_chart_is_rendered_like_a_built_in_one() -> None:
     objects = rendered("inference.accelerator={profile: mig, count: 3}", values=values)
     engine = containers(pod(objects, "inference"))["engine"]
     assert engine["resources"]["limits"] == {"nvidia.com/mig-1g.10gb": "3"}
-    assert engine["command"] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert engine["command"] == ["python", "-m", "kestrl_inference.inside.launcher"]
     template = workloads(objects)["email-search-inference"]["spec"]["template"]
     assert template["metadata"]["labels"]["pool"] == "mig"
 
 
-def test_an_old_engine_has_a_slot_to_spare() -> None:
-    def slots(*overrides: str) -> str:
-        arguments = containers(pod(rendered(*overrides), "inference"))["engine"]["args"]
-        return str(arguments[arguments.index("--max-loras") + 1])
-
-    assert (slots(*NVIDIA), slots(*ASCEND)) == ("4", "5")
+def test_an_engine_is_started_by_the_interpreter_of_its_image() -> None:
+    named = rendered("inference.python=/opt/vllm/bin/python", "inference.version='0.30'")
+    engine = containers(pod(named, "inference"))["engine"]
+    assert engine["command"] == ["/opt/vllm/bin/python", "-m", "kestrl_inference.inside.launcher"]
+    assert engine["args"][engine["args"].index("--version") + 1] == "0.30"
+    assert "PYTHONPATH" not in {item["name"] for item in engine["env"]}

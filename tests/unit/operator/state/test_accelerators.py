@@ -41,21 +41,6 @@ def test_npu_numbers_come_from_volcanos_annotation_or_the_device_plugin() -> Non
     assert [mount.path for mount in BUILT_IN["ascend"].host_mounts] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
 
 
-def test_old_engines_get_a_slot_more_than_they_need() -> None:
-    assert {name: profile.spare_slots for name, profile in BUILT_IN.items()} == {
-        "cpu": 0,
-        "nvidia": 0,
-        "ascend": 1,
-        "ascend-volcano": 1,
-        "ascend-cce": 1,
-    }
-    assert {name for name, profile in BUILT_IN.items() if not profile.scale_out} == {
-        "ascend",
-        "ascend-volcano",
-        "ascend-cce",
-    }
-
-
 def test_values_change_a_profile_and_add_others() -> None:
     known = profiles(
         {

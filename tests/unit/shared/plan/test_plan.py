@@ -154,7 +154,7 @@ def test_the_engine_samples_as_the_learner_scores() -> None:
     assert arguments["logprobs-mode"] == "processed_logprobs"
     assert arguments["generation-config"] == "vllm"
     assert arguments["served-model-name"] == "base"
-    assert arguments["max-loras"] == "4"
+    assert arguments["slots"] == "4"
     assert "VLLM_SERVER_DEV_MODE" not in engine.env
 
 
@@ -177,7 +177,8 @@ def test_engines_and_services_trace_to_the_endpoint(endpoint: str, engines: str,
 
 def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
     gpu = by_name(job_with("inference.accelerator={profile: nvidia, count: 2}"))["engine-0"]
-    assert gpu.module == "vllm.entrypoints.openai.api_server"
+    assert gpu.module == "kestrl_inference.inside.launcher"
+    assert "--cpu" not in gpu.args
     assert "TORCHDYNAMO_DISABLE" not in gpu.env
     assert "kv-cache-memory-bytes" not in flags(gpu)
     assert (gpu.device.profile, gpu.device.count) == ("nvidia", 2)
@@ -186,7 +187,7 @@ def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
 def test_an_exported_adapter_is_served_as_the_job_served_it() -> None:
     cpu = serving_command(job_with("inference.threads=2"), SITE, "job.3.abc", "out", python="python")
     assert cpu[:3] == ["TORCHDYNAMO_DISABLE=1", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "OMP_NUM_THREADS=2"]
-    assert cpu[3:6] == ["python", "-m", "kestrl_inference.vllm_cpu"]
+    assert cpu[3:6] == ["python", "-m", "kestrl_inference.inside.launcher"]
     assert cpu[-2:] == ["--lora-modules", "job.3.abc=out"]
     gpu = job_with("inference.accelerator={profile: nvidia, count: 1}", "inference.args.max-num-seqs=64")
     command = serving_command(gpu, replace(SITE, template="/t.jinja"), "job.3.abc", "out", python="python")
@@ -198,13 +199,10 @@ def test_an_exported_adapter_is_served_as_the_job_served_it() -> None:
 
 
 def test_arguments_of_the_manifest_win() -> None:
-    engine = by_name(job_with("inference.args={max-num-seqs: 7, enforce-eager: true, enable-scale-out: false}"))[
-        "engine-0"
-    ]
+    engine = by_name(job_with("inference.args={max-num-seqs: 7, enforce-eager: true}"))["engine-0"]
     arguments = flags(engine)
     assert arguments["max-num-seqs"] == "7"
     assert arguments["enforce-eager"] == ""
-    assert "enable-scale-out" not in arguments
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
@@ -268,7 +266,7 @@ def test_agents_and_engines_agree_on_slots() -> None:
     components = by_name(job_with("inference.adapterSlots=6"))
     agent = components["inference-0"].settings
     assert isinstance(agent, AgentSettings)
-    assert agent.slots == int(flags(components["engine-0"])["max-loras"]) == 6
+    assert agent.slots == int(flags(components["engine-0"])["slots"]) == 6
     rollout = components["rollout-0"].settings
     assert isinstance(rollout, RolloutSettings)
     assert rollout.tokenizer == "/models/tiny"
@@ -283,11 +281,10 @@ def test_a_profile_unknown_at_the_site_is_reported(part: str) -> None:
 
 
 def test_a_site_may_have_other_profiles() -> None:
-    site = replace(SITE, builds={"cpu": Build("cpu"), "old-npu": Build("npu", spare_slots=1)})
+    site = replace(SITE, builds={"cpu": Build("cpu"), "old-npu": Build("npu")})
     job = job_with("inference.accelerator.profile=old-npu", "learner.accelerator.profile=old-npu")
     parts = {component.name: component for component in plan(job, site)}
-    assert flags(parts["engine-0"])["max-loras"] == "5"
-    assert parts["engine-0"].module == "vllm.entrypoints.openai.api_server"
+    assert flags(parts["engine-0"])["slots"] == "4"
     settings = parts["learner-0"].settings
     assert isinstance(settings, LearnerSettings)
     assert settings.device == "npu"

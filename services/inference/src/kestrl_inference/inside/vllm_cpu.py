@@ -1,9 +1,9 @@
-"""Starts vLLM's own server on a CPU: `python -m kestrl_inference.vllm_cpu ARGUMENTS OF vllm serve`.
+"""Prepares a process for vLLM's own server on a CPU.
 
-Differs from `python -m vllm.entrypoints.openai.api_server` in three ways. The engine-core process is forked from the
-server instead of starting Python and importing torch and vLLM a second time, which halves the time to ready. vLLM forks
-by itself on a GPU; its CPU platform insists on `spawn` because a fork does not carry OpenMP's threads over, and with
-the one thread per engine of KestRL's plan there are none.
+The server then differs from `python -m vllm.entrypoints.openai.api_server` in three ways. The engine-core process is
+forked from the server instead of starting Python and importing torch and vLLM a second time, which halves the time to
+ready. vLLM forks by itself on a GPU; its CPU platform insists on `spawn` because a fork does not carry OpenMP's threads
+over, and with the one thread per engine of KestRL's plan there are none.
 
 The class of the model is inspected in the server. vLLM starts a process for that, which imports torch and vLLM once
 more, only to keep CUDA uninitialized in the server.
@@ -21,7 +21,6 @@ import ctypes
 import importlib
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Callable
@@ -31,9 +30,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
-SERVER = "vllm.entrypoints.openai.api_server"
 REGISTRY, INSPECTS = "vllm.model_executor.models.registry", "_run_in_subprocess"
-PLUGIN = "kestrl_inference.vllm_plugin."
+MEMORY, PINS, COPIES = "vllm.utils.torch_utils", "PIN_MEMORY", "async_tensor_h2d"
+PLUGIN = "kestrl_inference.inside.vllm_lora."
 """Module of vLLM's LoRA wrapper once the plugin is loaded."""
 
 
@@ -87,6 +86,19 @@ def call_here(function: Callable[[], T]) -> T:
     return function()
 
 
+def use_pageable_memory(module: ModuleType) -> None:
+    """Keeps vLLM's helpers, which are in this module, from pinning host memory.
+
+    0.23 pins it on a CPU, too, where a torch that was built for CUDA raises without a driver.
+    """
+    names = vars(module)
+    if names.get(PINS):
+        names[PINS] = False
+    copies = names.get(COPIES)
+    if copies is not None and copies.__defaults__:  # the constant is a default of an argument in 0.23
+        copies.__defaults__ = tuple(False if value is True else value for value in copies.__defaults__)
+
+
 def require_plugin() -> None:
     """Exits if vLLM has not loaded the plugin, since its processes would not load it either."""
     plugins, platforms = (importlib.import_module(name) for name in ("vllm.plugins", "vllm.platforms"))
@@ -94,26 +106,23 @@ def require_plugin() -> None:
     taken = platforms.current_platform.get_punica_wrapper()
     if not taken.startswith(PLUGIN):
         allowed = os.environ.get("VLLM_PLUGINS")
-        why = f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "reinstall kestrl-inference"
+        why = f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "its entry point is not on the path"
         sys.exit(
             f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log "
             "says more"
         )
 
 
-def main() -> None:
+def prepare(server: str) -> None:
+    """Prepares this process for the server of a module, which is imported and can be run next."""
     die_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for module in (SERVER, "vllm.v1.engine.core"):  # before the fork, so that the child does not have to
+    use_pageable_memory(importlib.import_module(MEMORY))
+    for module in (server, "vllm.v1.engine.core"):  # before the fork, so that the child does not have to
         importlib.import_module(module)
     require_plugin()
     inspect_in_process(sys.modules[REGISTRY])
     if os.environ["OMP_NUM_THREADS"] == "1":
         prefer_fork(sys.modules)
         die_with_forker()
-    sys.modules.pop(SERVER)
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
+    sys.modules.pop(server)

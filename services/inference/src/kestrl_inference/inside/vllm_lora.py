@@ -1,16 +1,12 @@
-"""vLLM plugin, loaded in each of its processes (`vllm.general_plugins`): records failed starts, and uses `lora_cpu` on
-a CPU.
-"""
+"""vLLM's LoRA on a CPU with the multiplications of `lora_cpu`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.platforms import current_platform
 
-from kestrl._shared import engine_failure
-from kestrl_inference.lora_cpu import Group, add_embedding, add_lora, grouped
+from kestrl_inference.inside.lora_cpu import Group, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:
     import torch
@@ -72,11 +68,3 @@ class GroupedPunica(PunicaWrapperCPU):
 def wrapper() -> str:
     """Class name that vLLM's platform returns, for import in its processes."""
     return f"{GroupedPunica.__module__}.{GroupedPunica.__qualname__}"
-
-
-def register() -> None:
-    """Entry point: records failed starts; on a CPU, installs the faster LoRA."""
-    engine_failure.install()
-    if current_platform.is_cpu():
-        platform: Any = type(current_platform)
-        platform.get_punica_wrapper = staticmethod(wrapper)

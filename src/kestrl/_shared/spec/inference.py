@@ -1,0 +1,46 @@
+"""The models of the inference engines and of devices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kestrl._shared.spec.model import LARGEST_CONTEXT, Model
+from kestrl._shared.spec.scalars import Name
+
+VERSION = r"^[0-9]+(\.[0-9]+){0,3}[0-9A-Za-z.+-]*$"
+"""A release such as 0.32 or 0.32.1, or a build such as 0.32.1+cu130."""
+
+
+class Accelerator(Model):
+    """Devices of a component."""
+
+    profile: Name = "cpu"
+    """cpu, nvidia or ascend, or a profile of the cluster."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices per replica."""
+
+
+class Inference(Model):
+    """The inference engines."""
+
+    engine: Literal["vllm"] = "vllm"
+    """Engine software."""
+    python: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Interpreter that has the engine, such as ~/vllm/bin/python; relative to the manifest. On a cluster it is one of
+    the engine's image. Default: KestRL's own, and `python` in an image."""
+    version: Annotated[str, Field(pattern=VERSION, max_length=64)] | None = None
+    """Version that the engine must have: "0.32" stands for each of its patch releases. Default: any."""
+    replicas: Annotated[int, Field(ge=1, le=256)] = 1
+    """Number of engines, each with the whole model."""
+    accelerator: Accelerator = Accelerator()
+    context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
+    """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""
+    adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4
+    """Maximum adapter versions in an engine; at least maxStaleness + 2."""
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """CPU threads of one engine, on profile cpu. More threads than cores, over all engines, are several times
+    slower."""
+    args: dict[str, str | int | float | bool] = {}
+    """Additional arguments of the engine's server, such as `max-num-seqs: 64`; `true` is a flag without a value."""

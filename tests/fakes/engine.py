@@ -108,6 +108,7 @@ class FakeEngine:
     prompts: list[Prompt] = field(default_factory=list[Prompt])
     """Every generate request received, in order."""
     healthy: bool = True
+    version: str = "0.32.0"
     port: int = 0
     _runner: web.AppRunner | None = None
 
@@ -132,6 +133,7 @@ class FakeEngine:
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
@@ -283,6 +285,9 @@ class FakeEngine:
             for name, folder in self.adapters.items()
         ]
         return web.json_response({"object": "list", "data": [base, *loaded]})
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)

@@ -154,6 +154,8 @@ class EngineDialect(Protocol):
     """Answered with a page of metrics, or with an error status by an engine without metrics."""
     adapters: Request
     """Lists the loaded adapters."""
+    version: Request
+    """Asks for the engine's version."""
     open_routes: frozenset[Route]
     """Routes that need no key."""
     data_routes: frozenset[Route]
@@ -208,6 +210,10 @@ class EngineDialect(Protocol):
 
     def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
         """Folder of each loaded adapter by name, without the base model `base`."""
+        ...
+
+    def read_version(self, answer: bytes) -> str:
+        """Reads the answer to `version`, such as 0.32.0."""
         ...
 
     def read_metrics(self, page: str) -> Metrics:

@@ -94,6 +94,7 @@ class Vllm:
     health: Request = Request("GET", "/health")
     metrics: Request = Request("GET", "/metrics")
     adapters: Request = Request("GET", "/v1/models")
+    version: Request = Request("GET", "/version")
     open_routes: frozenset[Route] = frozenset({("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")})
     data_routes: frozenset[Route] = frozenset(
         {("POST", GENERATE), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
@@ -208,6 +209,12 @@ class Vllm:
             return {str(model["id"]): str(model["root"]) for model in models["data"] if model["id"] != base}
         except (KeyError, TypeError) as error:
             raise ValueError(f"/v1/models has an unknown form: {error!r}") from error
+
+    def read_version(self, answer: bytes) -> str:
+        version = _object(answer).get("version")
+        if not isinstance(version, str):
+            raise ValueError(f"/version has an unknown form: {answer[:200]!r}")
+        return version
 
     def read_metrics(self, page: str) -> Metrics:
         """Values of a Prometheus page, summed over labels."""

@@ -19,6 +19,7 @@ MEMBERS = (
     "health",
     "metrics",
     "adapters",
+    "version",
     "open_routes",
     "data_routes",
     "command",
@@ -32,6 +33,7 @@ MEMBERS = (
     "is_unknown_adapter",
     "is_rank_too_high",
     "read_adapters",
+    "read_version",
     "read_metrics",
 )
 LAUNCH = Launch(
@@ -77,6 +79,7 @@ def check_dialect(dialect: EngineDialect) -> None:
     readers: Mapping[str, Callable[[bytes], Any]] = {
         "read_generated": dialect.read_generated,
         "read_scores": lambda answer: dialect.read_scores(answer, [1, 2]),
+        "read_version": dialect.read_version,
         "read_adapters": lambda answer: dialect.read_adapters(answer, "base"),
     }
     for name, read in readers.items():
@@ -140,6 +143,7 @@ def check_engine(
         load = dialect.read_metrics(page.decode()).load
         assert (load.running, load.waiting) == (0, 0), f"an idle engine reports {load}"
 
+    assert dialect.read_version(engine.ask(dialect.version)), "the engine does not say its version"
     first = _check_sampling(dialect, engine, base, prompt_ids)
     status, answer = engine.send(dialect.generate(_turn(ADAPTER, prompt_ids)))
     assert status != 200, "an adapter that is not loaded was sampled"

@@ -73,7 +73,7 @@ class Fake(FakeEngine):
     @property
     def scored(self) -> list[str]:
         """Models of the probes received, in order."""
-        return [prompt.model for prompt in self.prompts]
+        return [prompt.model for prompt in self.prompts if "prompt_logprobs" in prompt.sampling]
 
 
 def make_manifest(files: dict[str, bytes], **changes: Any) -> AdapterManifest:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes.engine import score
+from tests.fakes.engine import Completion, Fault, Prompt, score
 
 from kestrl._shared.credentials import Secret
 from kestrl._shared.rpc import call
@@ -17,7 +17,7 @@ from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import policy_to_proto
-from kestrl.errors import FailureError, KestrlError
+from kestrl.errors import EngineFailure, FailureError, KestrlError
 from kestrl.storage import Probe
 from kestrl.storage.adapters import MANIFEST, WEIGHTS
 
@@ -48,11 +48,55 @@ async def test_a_version_is_fetched_loaded_and_proved(stage: Any) -> None:
 async def test_the_probe_is_scored_anew_at_the_policys_own_distribution(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)
-    (prompt,) = stage.engine.prompts
+    prompt = stage.engine.prompts[0]
     assert (prompt.model, tuple(prompt.token_ids)) == (version.name, IDS)
     assert prompt.sampling["temperature"] == 1.0
     assert prompt.sampling["skip_reading_prefix_cache"] is True
     assert prompt.sampling["max_tokens"] == 1
+
+
+async def test_a_proof_samples_one_token_with_a_seed(stage: Any) -> None:
+    version = stage.publish(1)
+    await stage.load(version)
+    _, prompt = stage.engine.prompts
+    assert (prompt.model, tuple(prompt.token_ids)) == (version.name, IDS)
+    assert (prompt.sampling["max_tokens"], prompt.sampling["seed"], prompt.sampling["logprobs"]) == (1, 7, 0)
+
+
+NAMELESS = json.dumps(
+    {
+        "choices": [
+            {"token_ids": [5], "finish_reason": "length", "logprobs": {"content": [{"token_id": 5, "logprob": -1}]}}
+        ]
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "field"),
+    [
+        (Fault(status=200, body=NAMELESS), "missing required field `model`"),
+        (Fault(status=200, body="{}"), "missing required field"),
+        (Fault(status=200, body="<html>"), "vllm 0.23.0 answers"),
+        (Completion(token_ids=[5], model="base"), "it names the policy 'base' where"),
+        (Completion(token_ids=[5], logprobs=[]), "with 0 log-probs"),
+        (Completion(token_ids=[5], logprobs=[-9999.0]), "its log-prob is not finite"),
+        (Completion(token_ids=[]), "0 tokens with 0 log-probs"),
+    ],
+    ids=str,
+)
+async def test_an_engine_that_answers_in_an_unknown_form_is_not_proved(stage: Any, answer: Any, field: str) -> None:
+    """Before any episode is spent, naming engine, version and field."""
+
+    def script(prompt: Prompt) -> Completion | Fault:
+        return stage.engine.sample(prompt) if "prompt_logprobs" in prompt.sampling else answer
+
+    stage.engine.script, stage.engine.version = script, "0.23.0"
+    with pytest.raises(EngineFailure, match=r"vllm 0\.23\.0 answers a generation in a form") as raised:
+        await stage.loaded.load((version := stage.publish(1)).policy, version.uri)
+    assert field in str(raised.value)
+    assert (raised.value.code, raised.value.retryable) == ("engine_nonsense", False)
+    assert await stage.proved() == {1: False}
 
 
 async def test_only_the_control_key_loads(stage: Any) -> None:

@@ -14,11 +14,13 @@ from typing import TypeVar
 import aiohttp
 
 from kestrl._shared.telemetry import trace_headers
-from kestrl.engines import EngineDialect, Load, Metrics, Request
+from kestrl.engines import EngineDialect, Generate, Generated, Load, Metrics, Request
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
 
 Read = TypeVar("Read")
+SEED = 7
+"""Seed of the token that a proof samples."""
 JSON = {"content-type": "application/json"}
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 CHECK_SECONDS = 15.0
@@ -137,6 +139,47 @@ class Engine:
             if not self.dialect.is_unknown_adapter(error.status, error.answer):
                 raise
 
+    async def version(self) -> str:
+        """Version of the engine, or `unknown` if it does not say."""
+        try:
+            answer = await self._call(self.dialect.version, seconds=CHECK_SECONDS)
+            return _read(lambda: self.dialect.read_version(answer))
+        except EngineFailure:
+            return "unknown"
+
+    async def sample(self, model: str, token_ids: Sequence[int]) -> None:
+        """Samples one token with a seed, as rollout workers do, and discards it.
+
+        Raises:
+            EngineFailure: The answer has an unknown form or names another policy (code `engine_nonsense`). The message
+                has the engine's version and the field.
+        """
+        answer = await self._call(
+            self.dialect.generate(
+                Generate(
+                    id=f"proof/{model}",
+                    policy=model,
+                    prompt_ids=token_ids,
+                    temperature=1.0,
+                    max_tokens=1,
+                    seed=SEED,
+                    stop_token_ids=(),
+                )
+            )
+        )
+        try:
+            generated = _read(lambda: self.dialect.read_generated(answer))
+            problem = _unfit(model, generated)
+        except EngineFailure as error:
+            problem = str(error)
+        if problem:
+            build = f"{self.dialect.name} {await self.version()}"
+            raise EngineFailure(
+                f"{build} answers a generation in a form that is not known: {problem}",
+                code="engine_nonsense",
+                retryable=False,
+            )
+
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every token after the first, at temperature 1, without a prefix cache.
 
@@ -148,6 +191,15 @@ class Engine:
         if not all(math.isfinite(value) for value in scores):
             raise EngineFailure(f"{model}: the engine answered a log-prob that is not finite", code="engine_nonsense")
         return scores
+
+
+def _unfit(model: str, generated: Generated) -> str:
+    """What contradicts the request for one token; empty if nothing does."""
+    if generated.policy != model:
+        return f"it names the policy {generated.policy!r} where {model!r} was asked for"
+    if len(generated.token_ids) != 1 or len(generated.logprobs) != 1:
+        return f"{len(generated.token_ids)} tokens with {len(generated.logprobs)} log-probs for one"
+    return "" if math.isfinite(generated.logprobs[0]) else "its log-prob is not finite"
 
 
 def _read(reading: Callable[[], Read]) -> Read:

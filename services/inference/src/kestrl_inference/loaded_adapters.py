@@ -203,15 +203,17 @@ class LoadedAdapters:
         return EngineFailure(f"{said} (rank {held.manifest.rank}): {error}", code="adapter_refused", retryable=False)
 
     async def _prove(self, held: WantedAdapter) -> Comparison:
-        """Verifies a version with its probe; a version that fails is unloaded and removed.
+        """Verifies a version with its probe and one sampled token; a version that fails is unloaded and removed.
 
         Raises:
             FailureError: The verification failed.
+            EngineFailure: The engine's answers cannot be read (code `engine_nonsense`).
         """
         name = held.policy.name
         with span(SpanName.PROVE, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
             held.proved = False
             scores = await self.engine.score(name, held.manifest.probe.token_ids)
+            await self.engine.sample(name, held.manifest.probe.token_ids)
             others = {other: known.manifest.probe for other, known in self.held.items() if other != name}
             comparison = compare(
                 name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound, others
@@ -221,6 +223,8 @@ class LoadedAdapters:
                 log.error("%s%s", comparison.failure, self._other_base(held))
                 await self._forget(held)
                 raise FailureError(comparison.failure)
+            build = await self.engine.version()
+            log.info("%s is proved on %s, %s %s", name, self.settings.engine_name, self.engine.dialect.name, build)
             return comparison
 
     def _other_base(self, held: WantedAdapter) -> str:

@@ -35,7 +35,7 @@ RESERVED_ARGS: Mapping[str, str] = {
 } | dict.fromkeys(
     (
         "served-model-name", "host", "port", "uds", "fd", "grpc", "middleware", "root-path", "api-key", "config",
-        "enable-lora", "lora-modules", "logprobs-mode", "generation-config", "tp", "pp", "dp",
+        "enable-lora", "lora-modules", "logprobs-mode", "generation-config", "enable-scale-out", "tp", "pp", "dp",
     ),
     OWN,
 ) | dict.fromkeys(

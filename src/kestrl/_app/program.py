@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 
 PACKAGES = frozenset({"rich", "typer"})
 """Packages of the extra `cli`."""

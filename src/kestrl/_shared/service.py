@@ -12,8 +12,8 @@ from asyncio.tasks import _unregister_task as unregister_task  # pyright: ignore
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.credentials import require
-from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.log_lines import environment_redactor, start_log
 from kestrl._shared.plan.settings.common import Settings
 from kestrl._shared.stopping import leave
@@ -21,8 +21,6 @@ from kestrl._shared.telemetry import set_up
 from kestrl.errors import KestrlError, UserInputError, place_error
 
 log = logging.getLogger(__name__)
-LEVEL_VARIABLE = "KESTRL_LOG_LEVEL"
-"""Environment variable with the level of a service's log, such as DEBUG."""
 END_SECONDS = 5.0
 """Maximum seconds for cancelled tasks to end when the program ends."""
 YOUNG_OBJECTS = 20_000

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.components import TORCH_DEFAULTS
 from kestrl._shared.plan.sft import SFTSettings, sft_settings
 from kestrl._shared.prepare import DataSource, PrepareSettings

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.rpc.codec import sandboxes_from_proto

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
 from kestrl_operator.state.sft import CONTAINER, Batch, SFTPod
 from kestrl_operator.status.conditions import (

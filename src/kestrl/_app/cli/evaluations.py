@@ -20,14 +20,13 @@ from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner import Options, run_job
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import storage_address
-from kestrl._shared.exit_codes import EXIT_FAILED
+from kestrl._shared.conventions import EXIT_FAILED, LEVEL_VARIABLE
 from kestrl._shared.plan.bench import bench_components
 from kestrl._shared.plan.components import Component
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.settings.bench import BenchEndpoint
 from kestrl._shared.plan.settings.learner import EvaluateSettings, LearnerSettings
 from kestrl._shared.plan.site import Site
-from kestrl._shared.service import LEVEL_VARIABLE
 from kestrl._shared.spec import AgentRLJob, parse_job, read_job, with_overrides
 from kestrl._shared.spec.model import MOST_SAMPLES
 from kestrl._shared.spec.rules.job_rules import greedy_problem

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
-from kestrl._shared.exit_codes import EXIT_INPUT
-from kestrl._shared.service import LEVEL_VARIABLE
+from kestrl._shared.conventions import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
 from kestrl.errors import UserInputError
 from kestrl.terminal import safe_line

@@ -20,7 +20,7 @@ from kestrl._app.cli.runs import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._app.local.secrets import Secrets, variables_set
 from kestrl._shared.checking import JudgeCheck, Rejudge, ask
-from kestrl._shared.exit_codes import EXIT_FAILED
+from kestrl._shared.conventions import EXIT_FAILED
 from kestrl._shared.plan.judges import (
     CORRECTNESS_KEY_VARIABLES,
     KEY_VARIABLES,

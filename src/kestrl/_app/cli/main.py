@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kestrl._app.cli.commands import Commands
-from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.terminal import safe
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kestrl._app.local.check import fitted_job
 from kestrl._app.local.memory import estimated
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.load import parse_job, read_document, with_overrides

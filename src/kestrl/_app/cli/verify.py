@@ -20,7 +20,7 @@ from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
 from kestrl._app.local.runner import Options, run_job
 from kestrl._app.local.uncertainty import Values, different_questions, values_of
 from kestrl._app.local.verdict import Curve, SeedVerdict, Verdict, judge
-from kestrl._shared.exit_codes import EXIT_FAILED
+from kestrl._shared.conventions import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.threshold import Threshold, ThresholdSpec, read_threshold
 from kestrl.episode import Purpose

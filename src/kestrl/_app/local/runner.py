@@ -27,8 +27,8 @@ from kestrl._app.local.secrets import Secrets, open_storage
 from kestrl._app.local.site import local_devices, refuse_cluster_isolation, reserved_ports, site_of
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.credentials import Secret
-from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.site import Site

@@ -14,7 +14,7 @@ from pathlib import Path
 from kestrl._app.local.processes import Launcher, Running, last_error
 from kestrl._app.local.runner_record import ComponentRecord
 from kestrl._shared import engine_failure
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.components import Component, Role
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.runstate.states import ComponentState

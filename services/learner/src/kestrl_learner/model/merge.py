@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kestrl._shared.exit_codes import EXIT_INPUT
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl.errors import UserInputError
 
 

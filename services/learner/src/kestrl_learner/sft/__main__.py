@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from kestrl._shared.exit_codes import EXIT_FAILED, EXIT_INPUT
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.log_lines import start_log
 from kestrl._shared.plan.settings.common import read_settings
 from kestrl._shared.plan.sft import SFTSettings

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from kestrl._shared.exit_codes import EXIT_FAILED
+from kestrl._shared.conventions import EXIT_FAILED
 from kestrl.errors import UserInputError
 from kestrl_learner.ranks.group import EXIT_LOST, LOOPBACK, Group, RankLost, meeting_point
 from kestrl_learner.ranks.places import await_loss, await_places, end_watch, open_gang

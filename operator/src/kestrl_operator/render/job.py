@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
 from urllib.parse import urlparse
 
 from kestrl._shared.plan.components import Component, Role
@@ -17,7 +16,7 @@ from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
-from kestrl_operator.render.patching import patched
+from kestrl_operator.render.patching import PodPatch, patched
 from kestrl_operator.render.pods import (
     Object,
     account,
@@ -276,9 +275,9 @@ def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str,
     return {**made, ATTEMPTS: str(given.attempts)} if role is Role.LEARNER else made
 
 
-def _patches(job: AgentRLJob, role: Role) -> list[tuple[str, Mapping[str, Any]]]:
+def _patches(job: AgentRLJob, role: Role) -> list[PodPatch]:
     return [
-        (f"spec.patches[{index}].template", patch.template)
+        PodPatch(f"spec.patches[{index}]", patch.template, patch.remove)
         for index, patch in enumerate(job.spec.patches)
         if patch.role == program(role).value
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from kestrl.errors import UserInputError
 
@@ -31,24 +32,76 @@ RESERVED_FIELDS = (
 """Fields that jobs must not change: with another service account, for example, a pod would get the rights of that
 account."""
 RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
+STEP = re.compile(r"\.?([A-Za-z]+)|\[([^\[\]]+)\]")
+"""A step of a path: a field, or an item by its name."""
 PATCHABLE_METADATA = ("labels", "annotations")
 """Fields of a template's metadata that a patch may change."""
 
 
-def patched(template: Object, patches: Sequence[tuple[str, Mapping[str, Any]]]) -> Object:
+class PodPatch(NamedTuple):
+    """A patch of a PodTemplate."""
+
+    place: str
+    """Its path in the manifest, for messages."""
+    template: Mapping[str, Any]
+    remove: Sequence[str] = ()
+    """Paths to remove after that, as `removal` reads them."""
+
+
+def patched(template: Object, patches: Sequence[PodPatch]) -> Object:
     """The template with all patches applied in order.
 
     Args:
         template: A PodTemplate.
-        patches: Each with its path in the manifest, for messages.
+        patches: The patches.
 
     Raises:
         UserInputError: A patch is invalid or changes a field that jobs must not change; the message names the field.
     """
-    for place, patch in patches:
-        _check(place, patch)
-        template = _merged(template, patch, place)
+    for patch in patches:
+        place = f"{patch.place}.template"
+        _check(place, patch.template)
+        template = _merged(template, patch.template, place)
+        for index, path in enumerate(patch.remove):
+            place, steps = f"{patch.place}.remove[{index}]", STEP.findall(path)
+            removal = _removal([field or item for field, item in steps], path, place)
+            _check(place, removal)
+            if _has(template, [field or item for field, item in steps]):
+                template = _merged(template, removal, place)
     return template
+
+
+def _removal(steps: Sequence[str], path: str, place: str, key: str | None = None) -> Object:
+    """The patch that removes what a path leads to, from its first step on.
+
+    Args:
+        steps: Names of fields and items.
+        path: The whole path, for messages.
+        place: Place of the path in the manifest, for messages.
+        key: Merge key of the list that the first step is an item of; None where it is a field.
+    """
+    name, *rest = steps
+    if key is not None:
+        item: Object = {key: int(name) if name.isdecimal() else name}
+        return {**item, "$patch": "delete"} if not rest else {**_removal(rest, path, place), **item}
+    if not rest:
+        return {name: None}
+    if name in MERGE_KEYS:
+        return {name: [_removal(rest, path, place, MERGE_KEYS[name])]}
+    return {name: _removal(rest, path, place)}
+
+
+def _has(value: Any, steps: Sequence[str], key: str | None = None) -> bool:
+    """Whether a path leads to something: what is not there need not be removed."""
+    if not steps:
+        return True
+    name, *rest = steps
+    if key is not None:
+        items = cast("list[Object]", value) if isinstance(value, list) else []
+        return any(str(item.get(key)) == name and _has(item, rest) for item in items)
+    if not isinstance(value, dict) or name not in value:
+        return False
+    return _has(cast("Object", value)[name], rest, MERGE_KEYS.get(name))
 
 
 def _check(place: str, patch: Mapping[str, Any]) -> None:

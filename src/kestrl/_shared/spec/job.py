@@ -21,6 +21,7 @@ from kestrl._shared.spec.model import (
     Positive,
     PositiveInt,
 )
+from kestrl._shared.spec.patches import Patch
 from kestrl._shared.spec.scalars import (
     Address,
     Duration,
@@ -307,17 +308,6 @@ class FailurePolicy(Model):
     rules: list[FailureRule] = []
     """Rules by priority. Without a matching rule the learner is restarted, and a container that ends by itself is
     restarted in its pod."""
-
-
-class Patch(Model):
-    """A patch of the pods of one role, merged as by `kubectl patch`: lists of containers, volumes and variables by
-    name.
-    """
-
-    role: Literal["inference", "rollout", "tools", "judge", "learner"]
-    """Role of the pods."""
-    template: JsonObject
-    """Fields of a PodTemplate: `metadata` (labels, annotations) and `spec`."""
 
 
 class JobSpec(Model):

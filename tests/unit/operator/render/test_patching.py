@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl.errors import UserInputError
-from kestrl_operator.render.patching import MERGE_KEYS, RESERVED_FIELDS, patched
+from kestrl_operator.render.patching import MERGE_KEYS, RESERVED_FIELDS, PodPatch, patched
 
 TEMPLATE: dict[str, Any] = {
     "metadata": {"labels": {"kestrl.dev/role": "tools"}, "annotations": {"kestrl.dev/settings": "01"}},
@@ -37,7 +38,7 @@ PLACE = "spec.patches[0].template"
 
 
 def merged(*patches: dict[str, Any], base: dict[str, Any] = TEMPLATE) -> dict[str, Any]:
-    return patched(base, [(f"spec.patches[{index}].template", patch) for index, patch in enumerate(patches)])
+    return patched(base, [PodPatch(f"spec.patches[{index}]", patch) for index, patch in enumerate(patches)])
 
 
 def at(made: Any, path: str) -> Any:
@@ -259,3 +260,50 @@ def test_patch_directives_are_not_left_in_the_template(patch: dict[str, Any]) ->
     assert not holes(made)
     assert made["metadata"]["labels"]["kestrl.dev/role"] == "tools"
     assert made["spec"]["serviceAccountName"] == "email-search"
+
+
+def without(*paths: str) -> dict[str, Any]:
+    return patched(TEMPLATE, [PodPatch("spec.patches[0]", {}, paths)])
+
+
+def test_fields_and_items_are_removed_by_their_paths() -> None:
+    tools = without(
+        "spec.containers[tools].args",
+        "spec.containers[tools].env[A]",
+        "spec.containers[tools].ports[7000]",
+        "spec.containers[tools].volumeMounts[/tmp]",
+        "spec.nodeSelector[pool]",
+        "spec.tolerations",
+        "spec.volumes[home]",
+    )["spec"]
+    assert tools["containers"] == [
+        {
+            "name": "tools",
+            "image": "r/tools:1",
+            "env": [{"name": "HOME", "value": "/tmp"}],
+            "ports": [],
+            "volumeMounts": [],
+        }
+    ]
+    assert (tools["nodeSelector"], [item["name"] for item in tools["volumes"]]) == ({}, ["tmp"])
+    assert "tolerations" not in tools
+
+
+@pytest.mark.parametrize("path", ["spec.containers[other].args", "spec.affinity", "spec.containers[tools].env[B]"])
+def test_what_is_not_there_need_not_be_removed(path: str) -> None:
+    assert without(path) == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("spec.serviceAccountName", "spec.serviceAccountName: cannot be changed by a job"),
+        ("metadata.labels[kestrl.dev/role]", "is reserved for the operator"),
+        ("metadata.annotations", "metadata.annotations: must be a map"),
+        ("status.phase", "a pod template has metadata and spec"),
+    ],
+)
+def test_what_a_job_must_not_change_cannot_be_removed(path: str, words: str) -> None:
+    with pytest.raises(UserInputError, match=re.escape(words)) as caught:
+        without(path)
+    assert str(caught.value).startswith("spec.patches[0].remove[0]")

@@ -137,7 +137,8 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
         ({"failurePolicy": {"rules": [{"action": "Retry"}]}}, "action"),
         ({"failurePolicy": {"rules": [{"action": "Fail", "reason": "engine/"}]}}, "reason"),
         ({"failurePolicy": {"rules": [{"action": "Fail", "role": "engine"}]}}, "role"),
-        ({"patches": [{"role": "tools"}]}, "template"),
+        ({"patches": [{"template": {"spec": {}}}]}, "role"),
+        ({"patches": [{"role": "tools", "remove": ["spec"]}]}, "remove"),
         ({"patches": [{"role": "tools", "template": []}]}, "template"),
         ({"pendingDeadline": "soon"}, "pendingDeadline"),
     ],
@@ -165,7 +166,7 @@ def test_a_patch_may_say_whatever_a_pod_template_may() -> None:
     template = at(("spec", "patches", "[]", "template"))
     assert (template["type"], template["x-kubernetes-preserve-unknown-fields"]) == ("object", True)
     assert "properties" not in template
-    assert at(("spec", "patches", "[]"))["required"] == ["role", "template"]
+    assert at(("spec", "patches", "[]"))["required"] == ["role"], "it may only remove"
     assert at(("spec", "patches", "[]", "role"))["enum"] == ["inference", "rollout", "tools", "judge", "learner"]
 
 

@@ -231,7 +231,7 @@ def _covers(one: FailureRule, other: FailureRule) -> bool:
 def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:
     for index, patch in enumerate(spec.patches):
         path = f"spec.patches[{index}].template"
-        if not patch.template:
+        if not patch.template and not patch.remove:
             yield Problem(path, "changes nothing; give it metadata or spec, or remove the patch")
         for field, value in patch.template.items():
             if field not in {"metadata", "spec"}:

@@ -151,8 +151,10 @@ class ObjectStore:
         where = self.address(path)
         answer = self._redactor.text(_short(error))
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or REFUSED.search(str(error)):
-            kind = PlaceError if is_local(self.uri) else StorageInaccessible
-            return kind(f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}")
+            denied = PlaceError if is_local(self.uri) else StorageInaccessible
+            return denied(
+                f"{where}: access is denied; check the credentials (AWS_ACCESS_KEY_ID and the like): {answer}"
+            )
         if "NoSuchBucket" in answer:
             return StorageInaccessible(f"{where}: there is no such bucket; create it, or name another in storage.uri")
         kind = StorageUnavailable if self._may_pass(error) else StorageError
@@ -231,7 +233,12 @@ def _redactor(mounted: Mapping[str, str]) -> Redactor:
 
 def _remote(uri: str, mounted: Mapping[str, str]) -> obstore.store.ObjectStore:
     opening: Any = partial(from_url, uri, client_options=_client(mounted), retry_config=RETRIES)
-    return opened_with(lambda configuration: opening(config=configuration) if configuration else opening(), mounted)
+
+    def open_with(configuration: dict[str, str]) -> obstore.store.ObjectStore:
+        opened: obstore.store.ObjectStore = opening(config=configuration) if configuration else opening()
+        return opened
+
+    return opened_with(open_with, mounted)
 
 
 def _short(error: Exception) -> str:

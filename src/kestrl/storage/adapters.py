@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
@@ -51,19 +51,25 @@ class AdapterManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     job: str
-    step: Annotated[int, Field(ge=0)]
+    step: int
     sha256: str
     """Digest of `adapter_model.safetensors`."""
     files: dict[str, str]
     """SHA-256 of every file, by name."""
     base_model: str
-    rank: Annotated[int, Field(ge=1)]
+    rank: int
     alpha: float
     targets: tuple[str, ...]
     parent: str | None
     """`PolicyVersion.name` of the parent version."""
     probe: Probe
     schema_version: int = 1
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.step < 0 or self.rank < 1:
+            raise ValueError(f"step {self.step} and rank {self.rank} are not those of an adapter")
+        return self
 
     @property
     def policy(self) -> PolicyVersion:

@@ -53,8 +53,9 @@ def as_score(
     if not is_mapping(metrics):
         raise JudgeFailure(f"{name}: its metrics are a {type(metrics).__name__}, not a mapping", code=NOT_A_NUMBER)
     usable, problems = usable_metrics(metrics)
-    for problem in problems if report is not None else ():
-        report(problem)
+    if report is not None:
+        for problem in problems:
+            report(problem)
     return Score(
         value=_number(name, "value", returned.value),
         turns=_turns(name, returned.turns, turns or 0) if len(returned.turns) else (),

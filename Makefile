@@ -10,7 +10,7 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all test-long distributions engine-run unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,7 +49,7 @@ test-all: $(STAMP)
 
 ## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine e2e
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine engine-versions e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
@@ -75,6 +75,12 @@ servers: $(STAMP)
 engine: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --durations=20 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
+
+## make engine-versions  run the conformance suite on engines of several versions, each in an environment of its own (6 GB)
+ENGINE_VERSIONS ?= 0.23.0 0.25.1 0.27.1 0.30.0 0.32.0
+engine-versions: $(STAMP)
+	$(BIN)/python scripts/engine_environments.py $(TOOLS)/engines $(ENGINE_VERSIONS)
+	KESTRL_ENGINE_ENVIRONMENTS=$(TOOLS)/engines $(BIN)/python -m pytest -q -m versions tests/integration/test_engine_versions.py
 
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py

@@ -22,7 +22,8 @@ VARIABLE = "KESTRL_ENGINE_ENVIRONMENTS"
 
 def environments() -> list[Path]:
     folder = os.environ.get(VARIABLE)
-    return [] if not folder else sorted(path for path in Path(folder).iterdir() if (path / "bin" / "python").exists())
+    found = Path(folder).resolve().iterdir() if folder else ()
+    return sorted(path for path in found if (path / "bin" / "python").exists())
 
 
 @pytest.mark.parametrize("environment", environments(), ids=lambda path: path.name)

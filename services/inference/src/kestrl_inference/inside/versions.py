@@ -65,7 +65,7 @@ def matches(version: str, wanted: str) -> bool:
 
 
 def witness(version: str) -> str:
-    """Who names the policy in the answers of a version."""
+    """What names the policy in the answers of a version."""
     return "answer" if facts_of(version).names_policy else "answer, restored by the launcher"
 
 

@@ -56,7 +56,8 @@ async def test_python_tools_conform(samples: Any, make: Any, calls: Any, options
 class Echo:
     """A provider of one tool, correct unless a subclass changes a part."""
 
-    name, environment, has_state = "echo", False, False
+    name, environment, has_state, has_prompt = "echo", False, False, False
+    prompt = ""
 
     def __init__(self) -> None:
         self.schema: Any = {"type": "object", "properties": {"text": {"type": "string"}}}

@@ -51,6 +51,7 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
         eventually("its pods are gone", lambda: cluster.list("pods", namespace) == [], 240)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rotated_key_of_the_storage_costs_a_running_job_nothing_but_time(installation: Installation) -> None:
     """The old key is denied at once, and the kubelet brings the new one later: nobody is restarted."""

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.share
 def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(installation: Installation) -> None:
     cluster, typo = installation.cluster, [{"role": "tools", "template": {"spec": {"contaners": [{"name": "tools"}]}}}]
     with installation.place() as namespace:

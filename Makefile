@@ -45,7 +45,7 @@ test: $(STAMP)
 
 ## make test-all         all checks of CI: each distribution alone, tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) KESTRL_KILL_ROUNDS=1 $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) KILL_ROUNDS=1 $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
 
 ## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
@@ -73,7 +73,7 @@ servers: $(STAMP)
 # core, and the components of a run wait for each other.
 ## make engine           run the tests with real vLLM servers
 engine: $(STAMP)
-	$(BIN)/python -m pytest -q tests/integration/test_killed.py
+	KESTRL_KILL_ROUNDS=$${KILL_ROUNDS:-2} $(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --durations=20 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
 
 ## make engine-versions  run the conformance suite on engines of several versions, each in an environment of its own (6 GB)

@@ -224,9 +224,6 @@ async def test_a_verl_loop_is_given_how_an_evaluation_samples(make_stage: Any, t
         ("return None", "bad_output"),
         ("score = float('nan')", "loop_reward_invalid"),
         ("score = 1e300", "loop_reward_invalid"),
-        ("facts = {'reward': 1.0}", "loop_reward_invalid"),
-        ("facts = {'right': float('inf')}", "loop_reward_invalid"),
-        ("facts = {'right': 'yes'}", "loop_reward_invalid"),
         ("facts = 5", "bad_output"),
         ("self.tokenizer.apply_chat_template(messages)", "unsupported_template_option"),
         ("self.config.trainer.nnodes", "agent_raised"),
@@ -245,6 +242,18 @@ async def test_what_cannot_be_trained_on_is_the_loops_failure(
     assert episode.failure is not None
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.USER_CODE, code)
     assert episode.reward is None
+
+
+@pytest.mark.parametrize("facts", ["{'reward': 1.0}", "{'right': float('inf')}", "{'right': 'yes'}"])
+async def test_facts_that_can_be_no_metric_are_left_out(
+    make_stage: Any, tool_loop: Callable[..., str], facts: str
+) -> None:
+    stage = await make_stage(agent=tool_loop(f"facts = {facts}"))
+    stage.says("Done.")
+    episode = await stage.episode(scenario=scenario())
+    assert episode.failure is None
+    assert episode.metrics["metrics_left_out"] == 1.0
+    assert "right" not in episode.metrics
 
 
 async def test_a_mask_may_leave_sampled_tokens_out(make_stage: Any, tool_loop: Callable[..., str]) -> None:

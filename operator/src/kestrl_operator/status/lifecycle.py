@@ -300,11 +300,11 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
         retry = f"{what} is restarted in {left:.0f} s{nth}"
         memory = Memory(failed=since, rest=rest_of(snapshot))
         return replace(standing, retry=retry, memory=memory, requeue_after=_earliest(left, deadline))
-    again = replace(standing, retry=f"{what} is restarted{nth}", requeue_after=deadline)
-    again = replace(again, memory=Memory(rest=rest_of(snapshot)))
+    restarting = replace(standing, retry=f"{what} is restarted{nth}", requeue_after=deadline)
+    restarting = replace(restarting, memory=Memory(rest=rest_of(snapshot)))
     if action == "Ignore":
-        return replace(again, remove=_reporting_pod(snapshot))
-    return replace(again, attempts=snapshot.attempts + 1, restarts=snapshot.restarts + int(action == "RestartJob"))
+        return replace(restarting, remove=_reporting_pod(snapshot))
+    return replace(restarting, attempts=snapshot.attempts + 1, restarts=snapshot.restarts + int(action == "RestartJob"))
 
 
 def backoff(counted: int) -> float:

@@ -154,8 +154,8 @@ def _released(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     left = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
     rest = decision.memory.rest
     if decision.stage is Stage.PARKED and rest is not None:
-        again = datetime.fromtimestamp(rest.until, UTC)
-        message = f"it has given its pods back, and tries again at {again:%H:%M:%S} UTC: {rest.why}"
+        retry = datetime.fromtimestamp(rest.until, UTC)
+        message = f"it has given its pods back, and tries again at {retry:%H:%M:%S} UTC: {rest.why}"
         yield _false(Type.SCHEDULED, "Parked", message)
     else:
         yield _false(Type.SCHEDULED, "Released", left)

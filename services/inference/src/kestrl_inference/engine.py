@@ -92,8 +92,8 @@ class Engine:
             ) as response:
                 content = await response.read()
                 if response.status >= 300:
-                    shown = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
-                    message = f"{what}: {response.status}: {shown}"
+                    excerpt = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
+                    message = f"{what}: {response.status}: {excerpt}"
                     raise EngineRefused(response.status, message, content)
                 return content
         except TimeoutError as error:

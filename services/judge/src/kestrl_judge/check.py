@@ -77,16 +77,16 @@ def _tried(entry: RewardEntry, function: Reward, row: DataRow | None, max_turns:
     except VerdictNeeded:
         return Trial()
     except JudgeFailure as error:
-        said = f"{entry.field}: {error}"
-        return Trial(warning=f"{said} (for a made attempt{where})") if error.code == NOT_FINITE else Trial(said)
+        problem = f"{entry.field}: {error}"
+        return Trial(warning=f"{problem} (for a made attempt{where})") if error.code == NOT_FINITE else Trial(problem)
     except UserCodeError as error:
         return Trial(
             warning=f"{entry.field}: {error} (for a made attempt{where} that calls no tool); an episode for which it "
             "raises has no reward"
         )
     for metric in unusable:
-        said = f"{entry.field}: {entry.rule}: {metric.text}; in a run it is left out, and counted in {LEFT_OUT}"
-        return Trial(warning=f"{said} (for a made attempt{where})") if metric.by_value else Trial(said)
+        problem = f"{entry.field}: {entry.rule}: {metric.text}; in a run it is left out, and counted in {LEFT_OUT}"
+        return Trial(warning=f"{problem} (for a made attempt{where})") if metric.by_value else Trial(problem)
     return Trial()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -96,8 +97,8 @@ def installed_engine(inference: Inference, base: Path) -> EngineBuild:
     if not set(installed) - {ASCEND_BUILD}:
         package = CPU_BUILD if inference.accelerator.profile == "cpu" else "vllm"
         raise UserInputError(
-            f"{FIELD}: {python} has no {inference.engine}; install it there (uv pip install --python {python} "
-            f"{package}), or name an interpreter that has it (--engine-python)"
+            f"{FIELD}: {python} has no {inference.engine}; install it there (uv pip install --python "
+            f"{shlex.quote(python)} {package}), or name an interpreter that has it (--engine-python)"
         )
     return EngineBuild(python=python, distributions=installed, doubt=described["doubt"])
 

@@ -134,10 +134,10 @@ def install() -> None:
         return
     for name in STARTERS:
         logging.getLogger(name).addFilter(_Starting())
-    shown = sys.excepthook
+    default_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         write_down(error)
-        shown(kind, error, trace)
+        default_hook(kind, error, trace)
 
     sys.excepthook = hook

@@ -64,11 +64,6 @@ def matches(version: str, wanted: str) -> bool:
     return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
 
 
-def witness(version: str) -> str:
-    """What names the policy in the answers of a version."""
-    return "answer" if facts_of(version).names_policy else "answer, restored by the launcher"
-
-
 def _release(version: str) -> Release | None:
     number = NUMBER.match(version)
     release = None if number is None else (int(number[1]), int(number[2]))

@@ -105,10 +105,10 @@ class KnownEngine:
 
     def update_newest(self, wanted: Iterable[PolicyVersion]) -> None:
         """Updates `newest`; while the engine is not ready, only versions that were verified again count."""
-        known = [policy for policy in wanted if policy.name in self.proved]
+        proved_policies = [policy for policy in wanted if policy.name in self.proved]
         if self.state is EngineState.READY and self.newest is not None:
-            known.append(self.newest)
-        self.newest = max(known, key=lambda policy: policy.step, default=None)
+            proved_policies.append(self.newest)
+        self.newest = max(proved_policies, key=lambda policy: policy.step, default=None)
 
     def report(self, newest: PolicyVersion | None) -> EngineReport:
         """The engine's entry in the run's progress."""

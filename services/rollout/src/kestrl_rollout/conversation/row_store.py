@@ -174,10 +174,10 @@ class RowStore:
                     f"the loop's mask is 1 on token {position}, which the engine did not sample",
                     code="mask_not_sampled",
                 )
-        kept = bytearray(1 if wanted else 0 for wanted in mask[:shared])
-        kept += bytes(len(row.ids) - shared)
+        trained = bytearray(1 if wanted else 0 for wanted in mask[:shared])
+        trained += bytes(len(row.ids) - shared)
         for other in self._rows:
-            other.mask = kept if other is row else bytearray(len(other.ids))
+            other.mask = trained if other is row else bytearray(len(other.ids))
             other.logprobs = [value if on else 0.0 for value, on in zip(other.logprobs, other.mask, strict=True)]
         return index
 

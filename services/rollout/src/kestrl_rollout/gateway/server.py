@@ -122,19 +122,19 @@ class Gateway:
 
     async def _sample(self, opened: Opened, body: bytes) -> bytes:
         limits, metrics = opened.sampler.limits, opened.sampler.metrics
-        asked = read_request(
+        call_request = read_request(
             body,
             vocabulary=self._vocabulary,
             context_length=limits.context_length,
             sampling={"temperature": limits.temperature, "top_p": limits.top_p, "top_k": limits.top_k or -1},
         )
-        for name in asked.forced:
+        for name in call_request.forced:
             metrics[f"sampling_forced.{name}"] = metrics.get(f"sampling_forced.{name}", 0) + 1
         completion = await opened.sampler.generate_tokens(
-            asked.prompt_ids, max_tokens=asked.max_tokens, stop_token_ids=asked.stop_token_ids
+            call_request.prompt_ids, max_tokens=call_request.max_tokens, stop_token_ids=call_request.stop_token_ids
         )
         answer = write_answer(
-            completion, answer_id=f"generate-{secrets.token_hex(12)}", prompt_tokens=len(asked.prompt_ids)
+            completion, answer_id=f"generate-{secrets.token_hex(12)}", prompt_tokens=len(call_request.prompt_ids)
         )
         return json.dumps(answer).encode()
 

@@ -7,11 +7,20 @@ takes part in the same way. `kestrl.testing.algorithms` is the conformance suite
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardComponent:
+    """One part of an episode's reward: a rule, a judge or the agent loop's own."""
+
+    value: float
+    """Before weighting, the rewards of its turns included."""
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +35,8 @@ class ScoredEpisode:
     """Reward of each turn, in the order of `turns`; empty if turns are not scored."""
     log_ratios: Sequence[float] = ()
     """log(behaviour / reference) of each sampled token; empty unless the algorithm needs the reference."""
+    components: Mapping[str, RewardComponent] = field(default_factory=dict[str, RewardComponent])
+    """The parts whose weighted sum is `reward`, by name; empty where only the total is known."""
 
     @property
     def tokens(self) -> int:

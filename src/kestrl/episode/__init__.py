@@ -214,6 +214,8 @@ class Episode:
     """None before scoring, and if scoring failed."""
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     """Reward components before weighting."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Weight of each component of `rewards`, by name; empty in episodes that were stored without weights."""
     turn_rewards: Sequence[float] = ()
     """Weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

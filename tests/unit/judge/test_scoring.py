@@ -52,6 +52,7 @@ async def test_the_reward_is_the_weighted_sum(group: Callable[..., Group]) -> No
     judgements = await judged([first, second], group("x", "y", "z"))
     assert [each.reward for each in judgements] == [0.0, 1.5, 3.0]
     assert judgements[2].rewards == {"a": 2.0, "b": 2.0}
+    assert judgements[2].weights == {"a": 2.0, "b": -0.5}
     assert judgements[0].metrics == {"m": 1.0, "b.m": 3.0, "n": 4.0}
 
 

@@ -424,7 +424,7 @@ async def test_a_drain_does_not_wait_for_rollouts(staged: Any) -> None:
         assert stage.summary["steps"] == 0
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo", "dr_grpo", "reinforce++"])
+@pytest.mark.parametrize("name", ["gspo", "cispo", "dr_grpo", "reinforce++", "gdpo"])
 async def test_a_run_trains_with_each_kind_of_algorithm(staged: Any, name: str) -> None:
     preset = PRESETS[name]
     changes = {"name": name, "advantage": preset.advantage, "loss": preset.loss, "aggregation": preset.aggregation}

@@ -128,7 +128,11 @@ class FakeJudge(judge_pb2_grpc.JudgeServiceServicer):
         self.requests: list[judge_pb2.ScoreGroupRequest] = []
         self.details_json = ""
         self.score: Callable[[Any], Any] = lambda episode: judge_pb2.EpisodeScore(
-            episode_id=episode.id, reward=float(episode.index), rewards={"rule": 1.0}, metrics={"correct": 1.0}
+            episode_id=episode.id,
+            reward=float(episode.index),
+            rewards={"rule": 1.0},
+            reward_weights={"rule": 0.5},
+            metrics={"correct": 1.0},
         )
 
     async def ScoreGroup(self, request: judge_pb2.ScoreGroupRequest, context: Any) -> judge_pb2.ScoreGroupResponse:

@@ -28,6 +28,7 @@ async def test_a_tool_is_called_and_the_episode_answered(stage: Any, call_text: 
     assert episode.reward == 0.0
     assert episode.metrics["num_turns"] == 2
     assert episode.metrics["correct"] == 1.0
+    assert (episode.rewards, episode.reward_weights) == ({"rule": 1.0}, {"rule": 0.5})
     assert [said["role"] for said in episode.messages] == ["user", "assistant", "tool", "assistant"]
 
 

@@ -75,6 +75,8 @@ class Judgement:
     episode_id: str
     reward: float | None
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Weight of each component of `rewards`."""
     turns: Sequence[float] = ()
     """The weighted reward of each turn, included in `reward`."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -181,6 +183,7 @@ def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, Sco
         episode_id=episode_id,
         reward=total if failure is None else None,
         rewards=rewards,
+        weights={scorer.name: scorer.weight for scorer in scorers if scorer.name in rewards},
         turns=turns if failure is None else (),
         metrics=metrics,
         failure=failure,

@@ -40,6 +40,7 @@ class JudgeServicer(stubs.JudgeServiceServicer):
             episode_id=judgement.episode_id,
             reward=judgement.reward,
             rewards=judgement.rewards,
+            reward_weights=judgement.weights,
             turn_rewards=judgement.turns,
             metrics=judgement.metrics,
             answer=judgement.answer,

@@ -16,7 +16,9 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from kestrl._shared.spec.model import Model, NonNegative, NonNegativeInt, Positive
 from kestrl._shared.spec.scalars import JsonObject
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "maxrl")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "maxrl", "gdpo")
+OF_COMPONENTS = frozenset({"gdpo"})
+"""Advantage estimators that compare each component of the reward, not the total."""
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv")
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -63,6 +65,7 @@ PRESETS: dict[str, Preset] = {
     "reinforce++": Preset(
         advantage="reinforce++", clip_high=0.2, source="arXiv 2501.03262, the variant with a group baseline"
     ),
+    "gdpo": Preset(advantage="gdpo", clip_high=0.2, source="arXiv 2601.05242"),
 }
 
 _IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
@@ -156,7 +159,8 @@ class Algorithm(Model):
     """The training algorithm."""
 
     name: AlgorithmName = "grpo"
-    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`), or the import path of a class."""
+    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `gdpo`), or the import path of a
+    class."""
     config: JsonObject = {}
     """Keyword arguments of a class by import path."""
     advantage: AdvantageName | None = None

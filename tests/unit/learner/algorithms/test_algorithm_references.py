@@ -13,9 +13,8 @@ from tests.unit.learner.algorithms.verl_functions import verl_functions
 from torch import Tensor
 
 from kestrl._shared.plan.algorithm import CorrectionSettings
-from kestrl.algorithms import TokenBatch, Totals
+from kestrl.algorithms import RewardComponent, ScoredEpisode, TokenBatch, Totals
 from kestrl_learner.algorithms import (
-    ADVANTAGES,
     AGGREGATIONS,
     CORRECTION_WEIGHTS,
     KL_ESTIMATORS,
@@ -23,6 +22,7 @@ from kestrl_learner.algorithms import (
     REJECTIONS,
     Bounds,
 )
+from kestrl_learner.algorithms.advantages import OF_REWARDS, gdpo
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6}
 
@@ -212,7 +212,7 @@ def verl_advantages(name: str, groups: list[list[float]]) -> list[float]:
 @given(groups=GROUPS)
 @settings(max_examples=40, deadline=None)
 def test_advantages_are_verls(name: str, groups: list[list[float]]) -> None:
-    ours = [value for group in ADVANTAGES[name](groups) for value in group]
+    ours = [value for group in OF_REWARDS[name](groups) for value in group]
     assert ours == pytest.approx(verl_advantages(name, groups), rel=1e-9, abs=1e-9)
 
 
@@ -221,7 +221,7 @@ def test_advantages_are_verls(name: str, groups: list[list[float]]) -> None:
 def test_grpo_is_verls_but_for_the_sample_deviation(groups: list[list[float]]) -> None:
     """verl divides by the deviation with n - 1, DeepSeekMath and we by that with n."""
     theirs = iter(verl_advantages("grpo", groups))
-    for group, ours in zip(groups, ADVANTAGES["grpo"](groups), strict=True):
+    for group, ours in zip(groups, OF_REWARDS["grpo"](groups), strict=True):
         factor = (len(group) / (len(group) - 1)) ** 0.5
         assert [value / factor for value in ours] == pytest.approx([next(theirs) for _ in group], rel=1e-3)
 
@@ -231,5 +231,50 @@ def test_grpo_is_verls_but_for_the_sample_deviation(groups: list[list[float]]) -
 def test_reinforce_plus_plus_is_verls_but_for_the_deviation(groups: list[list[float]]) -> None:
     """verl whitens by sqrt(variance with n - 1, over tokens, + 1e-8)."""
     count = sum(map(len, groups))
-    ours = [value * ((count - 1) / count) ** 0.5 for group in ADVANTAGES["reinforce++"](groups) for value in group]
+    ours = [value * ((count - 1) / count) ** 0.5 for group in OF_REWARDS["reinforce++"](groups) for value in group]
     assert ours == pytest.approx(verl_advantages("reinforce++", groups), rel=1e-3, abs=1e-6)
+
+
+COMPONENT = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0])
+
+
+@given(
+    groups=st.lists(st.lists(st.tuples(COMPONENT, COMPONENT), min_size=4, max_size=4), min_size=1, max_size=4),
+    weight=st.sampled_from([0.5, 1.0, 2.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_gdpo_is_verls_but_for_the_deviation(groups: list[list[tuple[float, float]]], weight: float) -> None:
+    """verl's deviations are those with n - 1; in groups of one size the components' factor cancels in the last."""
+    every = [pair for group in groups for pair in group]
+    columns = {"form": [form for form, _ in every], "answer": [answer for _, answer in every]}
+    mask = torch.ones((len(every), 1), dtype=torch.float64)
+    theirs, _ = VERL.compute_gdpo_outcome_advantage(
+        torch.zeros_like(mask),
+        mask,
+        np.array([str(number) for number, group in enumerate(groups) for _ in group]),
+        config={"gdpo_reward_keys": list(columns), "gdpo_reward_weights": [1.0, weight]},
+        non_tensor_batch=columns,
+        batch={
+            "prompts": torch.zeros((len(every), 1)),
+            "attention_mask": torch.ones((len(every), 2), dtype=torch.long),
+        },
+    )
+    ours = [
+        episode[0]
+        for group in gdpo([[_episode(pair, weight) for pair in group] for group in groups])
+        for episode in group
+    ]
+    factor = ((len(every) - 1) / len(every)) ** 0.5
+    assert [value * factor for value in ours] == pytest.approx(theirs[:, 0].tolist(), rel=1e-3, abs=1e-5)
+
+
+def _episode(components: tuple[float, float], weight: float) -> ScoredEpisode:
+    form, answer = components
+    return ScoredEpisode(
+        reward=form + weight * answer,
+        turns=[1],
+        components={
+            "form": RewardComponent(value=form, weight=1.0),
+            "answer": RewardComponent(value=answer, weight=weight),
+        },
+    )

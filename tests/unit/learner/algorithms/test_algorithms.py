@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from kestrl._shared.spec.algorithms import KL_ESTIMATORS as KL_NAMES
 from kestrl._shared.spec.algorithms import LOSSES as LOSS_NAMES
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.algorithms import REJECTIONS as REJECTION_NAMES
-from kestrl.algorithms import ScoredEpisode, TokenBatch, Totals
+from kestrl.algorithms import RewardComponent, ScoredEpisode, TokenBatch, Totals
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.testing.algorithms import check_algorithm
 from kestrl_learner.algorithms import (
@@ -36,7 +37,7 @@ from kestrl_learner.algorithms import (
     Bounds,
     make_algorithm,
 )
-from kestrl_learner.algorithms.advantages import equal, grpo, rloo
+from kestrl_learner.algorithms.advantages import OF_REWARDS, equal, grpo, rloo
 from kestrl_learner.algorithms.losses import ppo_clip
 
 BOUNDS = Bounds(low=0.2, high=0.28)
@@ -104,20 +105,20 @@ def slow_advantages(name: str, batch: list[list[float]]) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(OF_REWARDS))
 @given(batch=st.lists(rewards, min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_advantages_follow_their_formulas(name: str, batch: list[list[float]]) -> None:
     if any(max(group) - min(group) <= 1e-3 for group in batch):
         return
-    for found, expected in zip(ADVANTAGES[name](batch), slow_advantages(name, batch), strict=True):
+    for found, expected in zip(OF_REWARDS[name](batch), slow_advantages(name, batch), strict=True):
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(OF_REWARDS))
 @pytest.mark.parametrize("group", [[], [0.7], [0.1 + 0.2, 0.3], [1.0] * 5], ids=["none", "one", "rounding", "equal"])
 def test_a_group_with_nothing_to_compare_has_no_advantage(name: str, group: list[float]) -> None:
-    assert ADVANTAGES[name]([group]) == [[0.0] * len(group)]
+    assert OF_REWARDS[name]([group]) == [[0.0] * len(group)]
 
 
 def test_known_advantages_of_two_episodes() -> None:
@@ -127,7 +128,7 @@ def test_known_advantages_of_two_episodes() -> None:
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=8))
 def test_every_accepted_reward_has_a_finite_advantage(group: list[float]) -> None:
-    for estimator in ADVANTAGES.values():
+    for estimator in OF_REWARDS.values():
         assert all(math.isfinite(value) for value in estimator([group])[0])
 
 
@@ -390,6 +391,75 @@ class Reinforce:
         return True
 
 
+class Decoupled(Reinforce):
+    """A user's GDPO (arXiv 2601.05242): each component is normalised within its group, the weighted sums over the
+    batch."""
+
+    def advantages(self, batch: Any) -> Any:
+        sums = [self._sums(group) for group in batch]
+        scale = statistics.pstdev([value for group in sums for value in group]) + 1e-6
+        return [
+            [[value / scale] * episode.tokens for episode, value in zip(group, values, strict=True)]
+            for group, values in zip(batch, sums, strict=True)
+        ]
+
+    @staticmethod
+    def _sums(group: Any) -> list[float]:
+        whole = {"total": RewardComponent(value=0.0, weight=1.0)}
+        sums = [0.0] * len(group)
+        for name in group[0].components or whole:
+            parts = [
+                each.components[name] if each.components else RewardComponent(value=each.reward, weight=1.0)
+                for each in group
+            ]
+            values = [part.value for part in parts]
+            if equal(values):
+                continue
+            mean, deviation = statistics.fmean(values), statistics.pstdev(values) + 1e-6
+            sums = [
+                total + part.weight * (part.value - mean) / deviation for total, part in zip(sums, parts, strict=True)
+            ]
+        return sums
+
+
+def scored(components: Sequence[float], weights: Sequence[float]) -> ScoredEpisode:
+    parts = {
+        f"rule {number}": RewardComponent(value=value, weight=weight)
+        for number, (value, weight) in enumerate(zip(components, weights, strict=True))
+    }
+    return ScoredEpisode(
+        reward=math.fsum(part.value * part.weight for part in parts.values()), turns=[2, 1], components=parts
+    )
+
+
+values = st.sampled_from([0.0, 0.1, 0.5, 1.0, 20.0])
+
+
+@given(
+    batch=st.lists(st.lists(st.tuples(values, values), min_size=1, max_size=5), min_size=1, max_size=4),
+    weights=st.tuples(st.floats(-2, 2), st.floats(0.1, 2)),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_users_gdpo_is_the_built_in_one(batch: list[list[tuple[float, float]]], weights: tuple[float, float]) -> None:
+    episodes = [[scored(components, weights) for components in group] for group in batch]
+    own = make_algorithm(settings_of(name=f"{__name__}:Decoupled")).advantages(episodes)
+    built_in = make_algorithm(settings_of(name="gdpo")).advantages(episodes)
+    for group, expected in zip(built_in, own, strict=True):
+        for episode, numbers in zip(group, expected, strict=True):
+            assert episode == pytest.approx(numbers, rel=1e-6, abs=1e-9)
+
+
+def test_gdpo_tells_apart_what_has_the_same_sum() -> None:
+    """The total is 1 in either case, so that grpo has nothing to compare; a component of range 0.1 counts as much."""
+    group = [scored(components, [1.0, 10.0]) for components in ([1.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
+    assert make_algorithm(settings_of(name="grpo")).advantages([group[:2]]) == [[[0.0] * 3] * 2]
+    first, second, third = (episode[0] for episode in make_algorithm(settings_of(name="gdpo")).advantages([group])[0])
+    assert second > first > third
+    level = [scored(components, [1.0, 1.0]) for components in ([1.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
+    first, second, third = (episode[0] for episode in make_algorithm(settings_of(name="gdpo")).advantages([level])[0])
+    assert first == pytest.approx(second, rel=1e-4)
+
+
 class Raw(Reinforce):
     """Breaks the suite: equal rewards keep an advantage."""
 
@@ -413,6 +483,7 @@ class PerMicroBatch(Reinforce):
 
 def test_the_suite_names_what_does_not_hold() -> None:
     check_algorithm(Reinforce())
+    check_algorithm(Decoupled())
     for made, message in (
         (Raw(), "equal rewards have no advantage"),
         (PerEpisode(), "an advantage for each sampled token"),

@@ -24,6 +24,7 @@ SOURCES = {
         "compute_grpo_outcome_advantage",
         "compute_reinforce_plus_plus_baseline_outcome_advantage",
         "compute_rloo_outcome_advantage",
+        "compute_gdpo_outcome_advantage",
         "agg_loss",
         "compute_policy_loss_vanilla",
         "compute_policy_loss_dppo_tv",

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrl_learner.batch.rows import PASS_COST, TrainRow, bins, cut, shared_prompt
+from kestrl.algorithms import RewardComponent
+from kestrl.api.common.v1.common_pb2 import Episode, Row, Turn
+from kestrl_learner.batch.rows import PASS_COST, TrainRow, bins, cut, scored_episode, shared_prompt
 from kestrl_learner.ledger.schedule import admissible, affordable, epoch_order, group_seed, total_steps
 
 
@@ -190,3 +192,22 @@ def test_a_step_that_waits_makes_no_group_too_old(
         taken, ready = ready[:per_step], ready[per_step:]
         consumed += per_step
         assert all(step - version <= staleness for version in taken)
+
+
+def test_an_algorithm_sees_the_components_of_the_reward_with_their_weights() -> None:
+    episode = Episode(
+        id="group/0",
+        reward=1.5,
+        rewards={"format": 1.0, "answer": 0.25},
+        reward_weights={"format": 1.0, "answer": 2.0},
+        rows=[Row(mask=bytes([0, 1, 1]))],
+        turns=[Turn(row=0, start=1, end=3)],
+    )
+    scored = scored_episode(episode)
+    assert scored.components == {
+        "format": RewardComponent(value=1.0, weight=1.0),
+        "answer": RewardComponent(value=0.25, weight=2.0),
+    }
+    assert (scored.reward, scored.turns) == (1.5, [2])
+    episode.reward_weights.clear()
+    assert scored_episode(episode).components == {}, "an episode of an earlier release"

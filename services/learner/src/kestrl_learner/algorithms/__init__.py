@@ -15,7 +15,7 @@ from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
 from kestrl.errors import UserInputError
 from kestrl.importing import load
-from kestrl_learner.algorithms.advantages import ADVANTAGES, equal, token_advantages
+from kestrl_learner.algorithms.advantages import ADVANTAGES, equal
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.correction import CORRECTION_WEIGHTS, REJECTIONS
 from kestrl_learner.algorithms.kl import KL_ESTIMATORS
@@ -46,7 +46,7 @@ class ComposedAlgorithm:
     def advantages(self, batch: Sequence[Sequence[ScoredEpisode]]) -> list[list[list[float]]]:
         if self._settings.kl_place == "reward" and self.needs_reference:
             batch = [[self._penalised(episode) for episode in group] for group in batch]
-        return token_advantages(self._advantages, batch)
+        return self._advantages(batch)
 
     def _penalised(self, episode: ScoredEpisode) -> ScoredEpisode:
         """The episode with R - coefficient * sum of KL(behaviour || reference) over its tokens as its reward."""

@@ -1,16 +1,21 @@
-"""Advantage estimators: from the rewards of a batch of groups to one number an episode, or one a turn."""
+"""Advantage estimators: from the rewards of a batch of groups to one number a sampled token."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, islice
 
-from kestrl.algorithms import ScoredEpisode
+from kestrl.algorithms import RewardComponent, ScoredEpisode
 
 Rewards = Sequence[Sequence[float]]
 """By group and episode."""
 Advantages = list[list[float]]
+Batch = Sequence[Sequence[ScoredEpisode]]
+"""By group."""
+Estimator = Callable[[Batch], list[list[list[float]]]]
+"""From a batch to the advantage of every sampled token, by group and episode."""
 
 TOLERANCE = 1e-8
 """Rewards within this are equal: dividing by a standard deviation of rounding errors would amplify them to size 1."""
@@ -83,9 +88,7 @@ def maxrl(batch: Rewards) -> Advantages:
     ]
 
 
-def token_advantages(
-    estimator: Callable[[Rewards], Advantages], batch: Sequence[Sequence[ScoredEpisode]]
-) -> list[list[list[float]]]:
+def token_advantages(estimator: Callable[[Rewards], Advantages], batch: Batch) -> list[list[list[float]]]:
     """The advantage of every sampled token, by group and episode.
 
     A token has the advantage of its episode's outcome, the reward without those of its turns, plus the advantages of
@@ -123,10 +126,46 @@ def _remaining(episode: ScoredEpisode, advantages: Iterator[float]) -> list[floa
     return sums or [0.0] * len(episode.turns)
 
 
-ADVANTAGES: dict[str, Callable[[Rewards], Advantages]] = {
+def gdpo(batch: Batch) -> list[list[list[float]]]:
+    """Sum over components of weight (r - mean) / (std + 1e-6), divided by the standard deviation of these sums over all
+    episodes of the batch + 1e-6; the same for every token of an episode.
+
+    Each component is compared within its group by itself, so that one with a small range counts as much as its weight
+    says. The mean of the sums over the batch is 0, so whitening is the division alone. An episode whose components are
+    not known has one, its total. Source: GDPO (arXiv 2601.05242).
+    """
+    sums = [_weighted_sum([_components(each) for each in group]) for group in batch]
+    scale = _deviation([value for group in sums for value in group]) + EPSILON
+    return [
+        [[value / scale] * each.tokens for each, value in zip(group, values, strict=True)]
+        for group, values in zip(batch, sums, strict=True)
+    ]
+
+
+def _components(episode: ScoredEpisode) -> Mapping[str, RewardComponent]:
+    return episode.components or {"reward": RewardComponent(value=episode.reward, weight=1.0)}
+
+
+def _weighted_sum(group: Sequence[Mapping[str, RewardComponent]]) -> list[float]:
+    """For each episode of a group, the weighted sum of the advantages of its components."""
+    weights = {name: component.weight for components in group for name, component in components.items()}
+    sums = [0.0] * len(group)
+    for name, weight in weights.items():
+        values = [components[name].value if name in components else 0.0 for components in group]
+        sums = [total + weight * value for total, value in zip(sums, grpo([values])[0], strict=True)]
+    return sums
+
+
+OF_REWARDS: dict[str, Callable[[Rewards], Advantages]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce++": reinforce_plus_plus,
     "maxrl": maxrl,
 }
+"""Estimators that compare one number an episode, or one a turn."""
+
+ADVANTAGES: dict[str, Estimator] = {name: partial(token_advantages, each) for name, each in OF_REWARDS.items()} | {
+    "gdpo": gdpo
+}
+"""The advantage of every sampled token, by group and episode."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from kestrl.algorithms import Algorithm, ScoredEpisode
+from kestrl.algorithms import Algorithm, RewardComponent, ScoredEpisode
 from kestrl.episode import Episode, Group
 
 
@@ -153,6 +153,11 @@ def scored_episode(episode: Episode) -> ScoredEpisode:
         reward=episode.reward,
         turns=[sum(episode.rows[turn.row].mask[turn.start : turn.end]) for turn in turns],
         turn_rewards=[episode.turn_rewards[turn.index] for turn in turns] if episode.turn_rewards else (),
+        components={
+            name: RewardComponent(value=value, weight=episode.reward_weights[name])
+            for name, value in episode.rewards.items()
+            if name in episode.reward_weights
+        },
     )
 
 

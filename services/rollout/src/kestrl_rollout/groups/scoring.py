@@ -28,6 +28,7 @@ class Score:
 
     reward: float | None
     rewards: Mapping[str, float]
+    weights: Mapping[str, float]
     turns: Sequence[float]
     """The reward of each turn, included in `reward`."""
     metrics: Mapping[str, float]
@@ -88,6 +89,7 @@ class Judge:
         if score.reward is not None:
             episode.reward = score.reward
         episode.rewards.update(score.rewards)
+        episode.reward_weights.update(score.weights)
         episode.turn_rewards.extend(score.turns)
         episode.metrics.update(score.metrics)
         episode.scoring_json = score.details_json
@@ -122,6 +124,7 @@ def _read_score(score: pb.EpisodeScore) -> Score:
     return Score(
         reward=None if failure is not None else reward,
         rewards=dict(score.rewards),
+        weights=dict(score.reward_weights),
         turns=list(score.turn_rewards),
         metrics=dict(score.metrics),
         failure=failure,

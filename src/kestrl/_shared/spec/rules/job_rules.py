@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from kestrl._shared.spec.algorithms import OF_COMPONENTS, PRESETS
 from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
@@ -69,6 +70,25 @@ def evaluation_samples_differ(spec: JobSpec) -> Iterator[Problem]:
     problem = greedy_problem(spec.evaluation)
     if problem is not None:
         yield Problem("spec.evaluation.temperature", problem)
+
+
+def components_are_compared(spec: JobSpec) -> Iterator[Problem]:
+    """What works on an episode's total reward has no part in an estimator that compares its components."""
+    algorithm = spec.algorithm
+    preset = PRESETS.get(algorithm.name)
+    name = preset and (algorithm.advantage or preset.advantage)
+    if preset is None or name not in OF_COMPONENTS:
+        return
+    if algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward":
+        yield Problem(
+            "spec.algorithm.kl.place",
+            f"`reward` changes the total reward, and {name} compares the components of the reward; use `loss`",
+        )
+    if preset.dynamic_sampling if algorithm.dynamic_sampling is None else algorithm.dynamic_sampling:
+        yield Problem(
+            "spec.algorithm.dynamicSampling",
+            f"refuses groups with equal totals, from whose components {name} learns; set it to false",
+        )
 
 
 def group_is_large_enough(spec: JobSpec) -> Iterator[Problem]:
@@ -256,6 +276,7 @@ RULES: tuple[Rule, ...] = (
     temperature_is_positive,
     evaluation_samples_differ,
     group_is_large_enough,
+    components_are_compared,
     slots_hold_every_version,
     rank_fits_the_engine,
     adapter_can_be_proved,

@@ -435,6 +435,26 @@ class Episode(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RewardWeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     SCENARIO_ID_FIELD_NUMBER: _builtins.int
@@ -460,6 +480,7 @@ class Episode(_message.Message):
     SCORING_JSON_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     MAIN_ROW_FIELD_NUMBER: _builtins.int
+    REWARD_WEIGHTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -526,6 +547,10 @@ class Episode(_message.Message):
     def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The weighted reward of each turn, in order, included in `reward`; empty if no component scores turns."""
 
+    @_builtins.property
+    def reward_weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The weight of each reward component, by the names of `rewards`."""
+
     def __init__(
         self,
         *,
@@ -554,10 +579,11 @@ class Episode(_message.Message):
         scoring_json: _builtins.str = ...,
         answer: _builtins.str | None = ...,
         main_row: _builtins.int | None = ...,
+        reward_weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "failure", b"failure", "loop_reward", b"loop_reward", "main_row", b"main_row", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "main_row", b"main_row", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "main_row", b"main_row", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "reward_weights", b"reward_weights", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015

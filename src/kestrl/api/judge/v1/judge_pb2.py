@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kestrl.api.common.v1 import common_pb2 as kestrl_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrl/api/judge/v1/judge.proto\x12\x13kestrl.api.judge.v1\x1a!kestrl/api/common/v1/common.proto\"\xde\x01\n\x11ScoreGroupRequest\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.kestrl.api.common.v1.Group\x12\x11\n\tmax_turns\x18\x02 \x01(\x05\x12\x46\n\x08verdicts\x18\x03 \x03(\x0b\x32\x34.kestrl.api.judge.v1.ScoreGroupRequest.VerdictsEntry\x12\x11\n\thas_judge\x18\x04 \x01(\x08\x1a/\n\rVerdictsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\";\n\x05\x43laim\x12\x10\n\x08question\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\"\xcb\x03\n\x0c\x45pisodeScore\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12?\n\x07rewards\x18\x03 \x03(\x0b\x32..kestrl.api.judge.v1.EpisodeScore.RewardsEntry\x12?\n\x07metrics\x18\x04 \x03(\x0b\x32..kestrl.api.judge.v1.EpisodeScore.MetricsEntry\x12.\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x14\n\x0cturn_rewards\x18\x06 \x03(\x01\x12\x14\n\x0c\x64\x65tails_json\x18\x07 \x01(\t\x12)\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x1a.kestrl.api.judge.v1.Claim\x12\x13\n\x06\x61nswer\x18\t \x01(\tH\x01\x88\x01\x01\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\t\n\x07_answer\"]\n\x12ScoreGroupResponse\x12\x31\n\x06scores\x18\x01 \x03(\x0b\x32!.kestrl.api.judge.v1.EpisodeScore\x12\x14\n\x0c\x64\x65tails_json\x18\x02 \x01(\t2m\n\x0cJudgeService\x12]\n\nScoreGroup\x12&.kestrl.api.judge.v1.ScoreGroupRequest\x1a\'.kestrl.api.judge.v1.ScoreGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkestrl/api/judge/v1/judge.proto\x12\x13kestrl.api.judge.v1\x1a!kestrl/api/common/v1/common.proto\"\xde\x01\n\x11ScoreGroupRequest\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.kestrl.api.common.v1.Group\x12\x11\n\tmax_turns\x18\x02 \x01(\x05\x12\x46\n\x08verdicts\x18\x03 \x03(\x0b\x32\x34.kestrl.api.judge.v1.ScoreGroupRequest.VerdictsEntry\x12\x11\n\thas_judge\x18\x04 \x01(\x08\x1a/\n\rVerdictsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\";\n\x05\x43laim\x12\x10\n\x08question\x18\x01 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\"\xcf\x04\n\x0c\x45pisodeScore\x12\x12\n\nepisode_id\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12?\n\x07rewards\x18\x03 \x03(\x0b\x32..kestrl.api.judge.v1.EpisodeScore.RewardsEntry\x12?\n\x07metrics\x18\x04 \x03(\x0b\x32..kestrl.api.judge.v1.EpisodeScore.MetricsEntry\x12.\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x14\n\x0cturn_rewards\x18\x06 \x03(\x01\x12\x14\n\x0c\x64\x65tails_json\x18\x07 \x01(\t\x12)\n\x05\x63laim\x18\x08 \x01(\x0b\x32\x1a.kestrl.api.judge.v1.Claim\x12\x13\n\x06\x61nswer\x18\t \x01(\tH\x01\x88\x01\x01\x12L\n\x0ereward_weights\x18\n \x03(\x0b\x32\x34.kestrl.api.judge.v1.EpisodeScore.RewardWeightsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12RewardWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\t\n\x07_answer\"]\n\x12ScoreGroupResponse\x12\x31\n\x06scores\x18\x01 \x03(\x0b\x32!.kestrl.api.judge.v1.EpisodeScore\x12\x14\n\x0c\x64\x65tails_json\x18\x02 \x01(\t2m\n\x0cJudgeService\x12]\n\nScoreGroup\x12&.kestrl.api.judge.v1.ScoreGroupRequest\x1a\'.kestrl.api.judge.v1.ScoreGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EPISODESCORE_REWARDSENTRY']._serialized_options = b'8\001'
   _globals['_EPISODESCORE_METRICSENTRY']._loaded_options = None
   _globals['_EPISODESCORE_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_EPISODESCORE_REWARDWEIGHTSENTRY']._loaded_options = None
+  _globals['_EPISODESCORE_REWARDWEIGHTSENTRY']._serialized_options = b'8\001'
   _globals['_SCOREGROUPREQUEST']._serialized_start=92
   _globals['_SCOREGROUPREQUEST']._serialized_end=314
   _globals['_SCOREGROUPREQUEST_VERDICTSENTRY']._serialized_start=267
@@ -45,13 +47,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLAIM']._serialized_start=316
   _globals['_CLAIM']._serialized_end=375
   _globals['_EPISODESCORE']._serialized_start=378
-  _globals['_EPISODESCORE']._serialized_end=837
-  _globals['_EPISODESCORE_REWARDSENTRY']._serialized_start=721
-  _globals['_EPISODESCORE_REWARDSENTRY']._serialized_end=767
-  _globals['_EPISODESCORE_METRICSENTRY']._serialized_start=769
-  _globals['_EPISODESCORE_METRICSENTRY']._serialized_end=815
-  _globals['_SCOREGROUPRESPONSE']._serialized_start=839
-  _globals['_SCOREGROUPRESPONSE']._serialized_end=932
-  _globals['_JUDGESERVICE']._serialized_start=934
-  _globals['_JUDGESERVICE']._serialized_end=1043
+  _globals['_EPISODESCORE']._serialized_end=969
+  _globals['_EPISODESCORE_REWARDSENTRY']._serialized_start=799
+  _globals['_EPISODESCORE_REWARDSENTRY']._serialized_end=845
+  _globals['_EPISODESCORE_METRICSENTRY']._serialized_start=847
+  _globals['_EPISODESCORE_METRICSENTRY']._serialized_end=893
+  _globals['_EPISODESCORE_REWARDWEIGHTSENTRY']._serialized_start=895
+  _globals['_EPISODESCORE_REWARDWEIGHTSENTRY']._serialized_end=947
+  _globals['_SCOREGROUPRESPONSE']._serialized_start=971
+  _globals['_SCOREGROUPRESPONSE']._serialized_end=1064
+  _globals['_JUDGESERVICE']._serialized_start=1066
+  _globals['_JUDGESERVICE']._serialized_end=1175
 # @@protoc_insertion_point(module_scope)

@@ -155,6 +155,26 @@ class EpisodeScore(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RewardWeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EPISODE_ID_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
@@ -164,6 +184,7 @@ class EpisodeScore(_message.Message):
     DETAILS_JSON_FIELD_NUMBER: _builtins.int
     CLAIM_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
+    REWARD_WEIGHTS_FIELD_NUMBER: _builtins.int
     episode_id: _builtins.str
     """The episode."""
     reward: _builtins.float
@@ -192,6 +213,10 @@ class EpisodeScore(_message.Message):
     def claim(self) -> Global___Claim:
         """From a reward process only: a claim without a verdict, in place of a score."""
 
+    @_builtins.property
+    def reward_weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The weight of each component, by the names of `rewards`."""
+
     def __init__(
         self,
         *,
@@ -204,10 +229,11 @@ class EpisodeScore(_message.Message):
         details_json: _builtins.str = ...,
         claim: Global___Claim | None = ...,
         answer: _builtins.str | None = ...,
+        reward_weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_reward", b"_reward", "answer", b"answer", "claim", b"claim", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_reward", b"_reward", "answer", b"answer", "claim", b"claim", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_reward", b"_reward", "answer", b"answer", "claim", b"claim", "details_json", b"details_json", "episode_id", b"episode_id", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "reward_weights", b"reward_weights", "rewards", b"rewards", "turn_rewards", b"turn_rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015

@@ -10,7 +10,9 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions"
+
+.PHONY: help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -53,7 +55,13 @@ test-long: $(STAMP)
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --durations=20 -m "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions" tests
+	$(BIN)/python -m pytest -q -n 2 --durations=20 -m $(WITHOUT_ENGINE) tests
+
+## make room             run the tests of one room without an engine: make room ROOM=learner/train
+ROOM ?=
+room: $(STAMP)
+	$(if $(ROOM),,$(error name a folder below tests/unit: make room ROOM=learner/train))
+	$(BIN)/python -m pytest -q -n 2 -m $(WITHOUT_ENGINE) tests/unit/$(ROOM)
 
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)

@@ -1,12 +1,17 @@
-"""A bound on the bytes of an answer over HTTP, also after decompression: MCP servers and models send what they like."""
+"""A bound on the bytes of an answer over HTTP, also after decompression, and on its values: MCP servers and models send
+what they like.
+"""
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
+
+from kestrl.data.values import MAX_VALUES, exceeds_values
 
 MAX_MESSAGE = 16 * 1024 * 1024
 """Maximum bytes of a message of the server; a longer one ends the call or the connection."""
@@ -20,21 +25,25 @@ class AnswerTooLong(httpx2.StreamError):
     """The answer is above its bound, or encoded in a way that cannot be bounded."""
 
 
-class BoundedStream(httpx2.AsyncByteStream):
-    """The decoded body of a response."""
+BLANK = re.compile(rb"(?:\r\n|\r(?!\n)|\n){2}")
+"""What ends an event in a stream of them."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream, encoding: str, limit: int | None) -> None:
+
+class BoundedStream(httpx2.AsyncByteStream):
+    """The decoded body of a response, passed on once it is complete; of a stream of events, once each of them is."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, encoding: str, *, events: bool) -> None:
         """Describes it.
 
         Args:
             stream: The body as it is sent.
             encoding: Its encoding, in lower case.
-            limit: Maximum bytes, encoded and decoded; None for a stream of events, which are bounded one by one.
+            events: Whether it is a stream of events, which are bounded one by one.
         """
-        self._stream, self._encoding, self._limit = stream, encoding, limit
+        self._stream, self._encoding, self._events = stream, encoding, events
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        received = decoded = 0
+        received, held = 0, bytearray()
         window = WINDOWS.get(self._encoding)
         if window is None and self._encoding not in ("", "identity"):
             raise AnswerTooLong(f"its encoding {self._encoding[:40]!r} was not asked for")
@@ -42,13 +51,37 @@ class BoundedStream(httpx2.AsyncByteStream):
         async for sent in self._stream:
             received += len(sent)
             for piece in _inflated(inflating, sent) if inflating is not None else (sent,):
-                decoded += len(piece)
-                if self._limit is not None and max(received, decoded) > self._limit:
-                    raise AnswerTooLong(f"it is longer than {self._limit} bytes")
-                yield piece
+                complete = _complete(held, piece) if self._events else 0
+                held += piece
+                if complete:
+                    received = 0
+                    yield _checked(held[:complete])
+                    del held[:complete]
+                if max(received, len(held)) > MAX_MESSAGE:
+                    raise AnswerTooLong(f"it is longer than {MAX_MESSAGE} bytes")
+        yield _checked(held)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+def _complete(held: bytearray, piece: bytes) -> int:
+    """Bytes of what is held and a piece of it up to the last end of an event."""
+    start = max(0, len(held) - 3)
+    ends = [match.end() for match in BLANK.finditer(held[start:] + piece)]
+    return start + ends[-1] if ends else 0
+
+
+def _checked(text: bytes | bytearray) -> bytes:
+    """A text.
+
+    Raises:
+        AnswerTooLong: It has too many values.
+    """
+    content = bytes(text)
+    if exceeds_values(content):
+        raise AnswerTooLong(f"it has more than {MAX_VALUES} values")
+    return content
 
 
 def _inflated(inflating: Any, sent: bytes) -> Iterator[bytes]:
@@ -72,4 +105,4 @@ async def bound(response: httpx2.Response) -> None:
     encoding = response.headers.pop("Content-Encoding", "").strip().lower()
     events = response.headers.get("Content-Type", "").strip().lower().startswith("text/event-stream")
     assert isinstance(response.stream, httpx2.AsyncByteStream)
-    response.stream = BoundedStream(response.stream, encoding, None if events else MAX_MESSAGE)
+    response.stream = BoundedStream(response.stream, encoding, events=events)

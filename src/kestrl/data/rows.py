@@ -6,18 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kestrl.data.forms import BadRow, scenario
-from kestrl.data.values import columns_as_json, without_nulls
+from kestrl.data.parquet import parquet_rows
+from kestrl.data.values import MAX_VALUES, columns_as_json, exceeds_values, without_nulls
 from kestrl.episode import Scenario
 from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_mapping
 
 MAX_PROBLEMS = 20
 """Maximum number of reported problems; a file of the wrong shape has one per row."""
-ROWS_AT_ONCE = 1024
-"""Rows of a Parquet file that are converted to Python values at a time."""
+MAX_LINE = 16 * 1024**2
+"""Maximum characters of a line."""
 
 
 class DataRow(NamedTuple):
@@ -45,55 +46,38 @@ def _read_row(path: Path, line: int, raw: object, ordinal: int) -> DataRow:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserInputError(f"{path}: reading Parquet needs pyarrow: pip install 'kestrl[parquet]'") from error
-    damaged = cast("type[Exception]", cast(Any, pyarrow).ArrowException)
-    number = 1
-    try:
-        with cast(Any, parquet.ParquetFile(path)) as file:
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                names: list[str] = batch.schema.names
-                twice = next((name for name in names if names.count(name) > 1), None)
-                if twice is not None:
-                    raise UserInputError(f"{path}: two columns have the name {twice!r}; rename one of them")
-                columns = [_column(path, name, batch.column(name), number) for name in names]
-                for values in zip(*columns, strict=True):
-                    yield number, without_nulls(dict(zip(names, values, strict=True)))
-                    number += 1
-    except (OSError, ValueError, damaged) as error:
-        raise UserInputError(f"{path}: not readable as Parquet: {error}") from error
+    for row in parquet_rows(path):
+        yield row.number, without_nulls(row.columns)
 
 
-def _column(path: Path, name: str, values: Any, first: int) -> list[object]:
-    """Values of a column; the error for a value without a Python form names its row."""
-    try:
-        return cast("list[object]", values.to_pylist(maps_as_pydicts="strict"))
-    except (KeyError, ValueError, OverflowError):
-        for row, value in enumerate(values, start=first):
-            try:
-                value.as_py(maps_as_pydicts="strict")
-            except (KeyError, ValueError, OverflowError) as error:
-                raise UserInputError(f"{path}:{row}: {name}: cannot be read: {error}") from error
-        raise
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a file with one JSON value a line, and their lines.
 
-
-def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    Raises:
+        UserInputError: It cannot be read, or a line is not JSON or above its bounds.
+    """
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), ""), start=1):
                 if line.strip():
-                    try:
-                        yield number, json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-                        raise UserInputError(f"{path}:{number}: not JSON: {why}") from error
+                    yield number, _json(path, number, line)
     except UnicodeDecodeError as error:
         raise UserInputError(f"{path}: not UTF-8: {error}") from error
     except OSError as error:
         raise UserInputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _json(path: Path, number: int, line: str) -> Any:
+    """The value of a line, which is measured before it is parsed."""
+    if len(line) > MAX_LINE:
+        raise UserInputError(f"{path}:{number}: the line is longer than {MAX_LINE} characters")
+    if exceeds_values(line.encode()):
+        raise UserInputError(f"{path}:{number}: the line has more than {MAX_VALUES} values")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserInputError(f"{path}:{number}: not JSON: {why}") from error
 
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -105,7 +89,7 @@ def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix in {".jsonl", ".ndjson"}:
-        return _jsonl(path)
+        return json_lines(path)
     raise UserInputError(f"{path}: a data set is a .jsonl or .parquet file")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import date, datetime, time
 from decimal import Decimal
 
@@ -11,6 +12,19 @@ from kestrl.tools.shapes import is_list, is_mapping
 
 DEEPEST = 100
 """Maximum levels of nesting in a row."""
+
+MAX_VALUES = 1_000_000
+"""Maximum values of a JSON text that somebody else wrote: megabytes of small ones take gigabytes of memory."""
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
+
+def exceeds_values(text: bytes) -> bool:
+    """Whether JSON has more than `MAX_VALUES` values, without parsing it."""
+    return _separators(text) > MAX_VALUES and _separators(_STRING.sub(b"", text)) > MAX_VALUES
+
+
+def _separators(text: bytes) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 class Unusable(ValueError):

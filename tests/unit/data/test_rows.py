@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import resource
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -14,10 +16,10 @@ import pyarrow.parquet as parquet
 import pytest
 from hypothesis import given, settings
 
-from kestrl.data import load_scenarios, locate_data
+from kestrl.data import load_scenarios, locate_data, parquet_reader
 from kestrl.data.forms import BadRow, scenario
 from kestrl.data.locate import locate_model
-from kestrl.data.values import columns_as_json
+from kestrl.data.values import columns_as_json, exceeds_values
 from kestrl.episode.codec import scenario_from_proto, scenario_to_proto
 from kestrl.errors import UserInputError
 
@@ -340,3 +342,80 @@ def test_addresses_of_models(tmp_path: Path) -> None:
     for uri in ("nowhere", "ftp://x", "demo://nobody"):
         with pytest.raises(UserInputError, match=r"spec\.model\.base"):
             locate_model(uri, base=tmp_path)
+
+
+def _one_page(path: Path) -> None:
+    options: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
+    parquet.write_table(pa.table({"id": ["a"], "question": ["x" * 2**27]}), path, compression="zstd", **options)
+
+
+def _one_dictionary(path: Path) -> None:
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 1024), pa.array(["x" * 2**24]))
+    parquet.write_table(pa.table({"question": text}), path, compression="zstd", write_statistics=False)
+
+
+def _runs_of_nulls(path: Path) -> None:
+    lists = pa.ListArray.from_arrays(pa.array([0, 2 * 10**7]), pa.nulls(2 * 10**7, pa.int8()))
+    parquet.write_table(pa.table({"question": ["x"], "metadata": lists}), path, compression="zstd")
+
+
+@pytest.mark.parametrize("write_table", [_one_page, _one_dictionary, _runs_of_nulls])
+def test_a_parquet_file_that_expands_is_refused_within_bounds_of_memory(tmp_path: Path, write_table: Any) -> None:
+    """What some kilobytes hold would take up to 16 GiB; this process holds none of it."""
+    table = tmp_path / "a.parquet"
+    write_table(table)
+    assert table.stat().st_size < 2**17
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (found,) = problems(table)
+    assert "memory" in found, found
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2.5 * 2**20
+
+
+def test_the_rows_of_a_parquet_file_are_bounded_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "a.parquet"
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000), pa.array(["x" * 2**15]))
+    parquet.write_table(pa.table({"question": text}), table)
+    monkeypatch.setattr(parquet_reader, "MAX_ROWS", 2**24)
+    with pytest.raises(parquet_reader.Refused, match=r"^:50\d: the rows up to here take more than 16 MiB of memory"):
+        parquet_reader.write(table, io.BytesIO())
+
+
+def test_a_parquet_file_whose_reader_dies_is_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"id": ["a"], "question": ["x"]}), table)
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no interpreter starts
+    (found,) = problems(table)
+    assert found.startswith(f"{table}: not readable as Parquet: its reader ended with status 1")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"id": 1, "question": "' + "x" * 2**24 + '"}', "the line is longer than 16777216 characters"),
+        ('{"id": 1, "question": "x", "metadata": {"a": [' + "[]," * 1_100_000 + "1]}}", "the line has more than"),
+        ('{"id": 1, "question": "\\"", "a": [' + "{}," * 1_100_000 + '"', "the line has more than"),
+    ],
+)
+def test_a_line_that_is_too_large_is_refused_before_it_is_parsed(tmp_path: Path, content: str, problem: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"id": 0, "question": "x"}, content)
+    (found,) = problems(path)
+    assert found.startswith(f"{path}:2: {problem}"), found[:300]
+
+
+def test_a_long_line_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**31)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert problems(path)[0].startswith(f"{path}:1: the line is longer")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19
+
+
+def test_commas_of_texts_are_no_values() -> None:
+    text = json.dumps({"text": '[{,"\\' * 400_000, "more": [1, 2]}).encode()
+    assert not exceeds_values(text)
+    assert exceeds_values(text[:-1] + b',"x":[' + b"0," * 1_000_000)
+    assert not exceeds_values(b'"' + b'\\"' * 2_000_000 + b"," * 1_100_000)

@@ -17,6 +17,8 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from kestrl.data.parquet import parquet_rows
+from kestrl.data.rows import json_lines
 from kestrl.errors import UserInputError
 from kestrl_email.mailbox.database import canonical_id, inbox_id
 from kestrl_email.world import whole_or_nothing
@@ -256,18 +258,8 @@ def _canonical(connection: sqlite3.Connection, inbox: str, message_id: str) -> s
     return None if found is None else found[1]
 
 
-def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _raw_rows(path: Path) -> Iterator[Any]:
     if path.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise UserInputError(f"reading {path} needs pyarrow: pip install 'kestrl[parquet]'") from error
-        table: Any = parquet
-        yield from table.read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise UserInputError(f"{path}:{number}: not valid JSON: {error}") from error
+        yield from (row.columns for row in parquet_rows(path))
+    else:
+        yield from (value for _, value in json_lines(path))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kestrl.data.parquet import parquet_rows
+from kestrl.data.values import MAX_VALUES, exceeds_values
 from kestrl.errors import UserInputError, place_error
 from kestrl.tools.shapes import is_mapping
 from kestrl_email.mailbox.kind import Kind
@@ -25,12 +27,9 @@ from kestrl_email.mailbox.tar_stream import DAMAGED, MAX_EXTENSION, members
 
 Known = Callable[[str], bool]
 """Whether a place has been read by an earlier run."""
-ROWS_AT_ONCE = 512
 MBOX_START = b"From "
 _QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 _NOT_MAIL = re.compile(r"^(\..*|dovecot.*|maildirfolder|maildirsize|subscriptions|courier.*)$")
-MAX_VALUES = 5_000_000
-"""Maximum commas and lists of a line of JSON: megabytes of small values take gigabytes of memory."""
 TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB"
 LONGEST_PLACE = 4096
 
@@ -288,25 +287,14 @@ def _shown(names: Sequence[str]) -> str:
 
 def parquet(path: Path, known: Known) -> Iterator[Record]:
     """Rows of a Parquet file with the columns of `corbt/enron-emails`."""
+    size = path.stat().st_size
     try:
-        import pyarrow
-        from pyarrow import parquet as format_
-    except ImportError as error:
-        raise UserInputError(f"--source: reading {path} needs pyarrow: pip install 'kestrl[parquet]'") from error
-    library: Any = pyarrow  # without type stubs
-    size, number = path.stat().st_size, 0
-    with opened(path) as raw:
-        try:
-            file: Any = format_.ParquetFile(raw)
-            count = max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    number += 1
-                    place = f"row {number}"
-                    if not known(place):
-                        yield Record(place, row, size * number // count)
-        except library.ArrowException as error:
-            raise UserInputError(f"--source: {path} is not a readable Parquet file: {error}") from error
+        for row in parquet_rows(path):
+            place = f"row {row.number}"
+            if not known(place):
+                yield Record(place, row.columns, size * min(row.number, row.total) // max(1, row.total))
+    except UserInputError as error:
+        raise UserInputError(f"--source: {error}") from error
 
 
 def jsonl(path: Path, known: Known) -> Iterator[Record]:
@@ -319,7 +307,7 @@ def jsonl(path: Path, known: Known) -> Iterator[Record]:
             if len(line) > MAX_BYTES:
                 yield Record(place, None, file.tell(), TOO_LARGE)
                 continue
-            if line.count(b",") + line.count(b"[") > MAX_VALUES:
+            if exceeds_values(line):
                 yield Record(place, None, file.tell(), f"more than {MAX_VALUES} values")
                 continue
             try:

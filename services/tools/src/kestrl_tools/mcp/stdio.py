@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from kestrl._shared import process_guard
 from kestrl._shared.bounded_answers import MAX_MESSAGE
+from kestrl.data.values import MAX_VALUES, exceeds_values
 from kestrl.redaction import Redactor
 from kestrl_tools.mcp.sdk import TransportStreams
 
@@ -100,6 +101,8 @@ class Program:
 
     def _message(self, line: bytes) -> SessionMessage | Exception:
         try:
+            if exceeds_values(line):
+                raise ValueError(f"it has more than {MAX_VALUES} values")
             return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
         except ValueError as error:
             text = self._redactor.text(line[:4096].decode("utf-8", "replace"))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kestrl_sandbox.checks.hostile import CHECKS
-from kestrl_sandbox.checks.neighbours import neighbours, sessions, shortage
-from kestrl_sandbox.checks.verdicts import Check, examine_one
+from kestrl_sandbox.checks.neighbours import neighbours, orphans, sessions, shortage
+from kestrl_sandbox.checks.verdicts import PRELUDE, Check, examine_one
 from kestrl_sandbox.contract import Language, Outcome, Run
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 
@@ -26,6 +32,49 @@ async def test_neighbours_do_not_see_each_other(pool: SandboxPool) -> None:
 
 async def test_a_neighbour_gets_what_another_takes_of_the_node(pool: SandboxPool) -> None:
     assert (await shortage(pool)).problem == ""
+
+
+async def test_a_daemon_ends_with_the_run_that_it_belongs_to(pool: SandboxPool) -> None:
+    assert (await orphans(pool)).problem == ""
+
+
+UNPROTECTED = [
+    check
+    for check in CHECKS
+    if check.name.startswith(("the call ", "disks: "))
+    or check.name
+    in {
+        "request_key",
+        "sockets of the supervisor",
+        "connections of the node",
+        "names of sockets",
+        "name of the host",
+        "name of the host that modules remember",
+        "instances of inotify",
+        "contexts of asynchronous input and output",
+        "buffers of pipes",
+        "descriptors in flight",
+        "leases of files",
+        "notices of folders",
+    }
+]
+
+
+@pytest.mark.parametrize("check", UNPROTECTED, ids=lambda check: check.name)
+async def test_a_check_does_not_hold_where_there_is_no_sandbox(check: Check, tmp_path: Path) -> None:
+    """Outside, the kernel answers each call, and a neighbour's socket and the node's names are there."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+        named.bind(f"\0kestrl-{server.getsockname()[1]}")
+        named.listen()
+        ended = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", PRELUDE + check.code.replace("/work/x", str(tmp_path / "x"))],
+            stdout=subprocess.PIPE,
+            pass_fds=[server.fileno()],
+            text=True,
+            check=False,
+        )
+    assert "BREACH" in ended.stdout, ended.stdout
 
 
 async def test_a_call_of_a_session_that_follows_a_hostile_one_is_right_or_says_that_it_is_gone(

@@ -47,7 +47,7 @@ def serve(context: typer.Context) -> None:
 async def _check(backend: str, area: str, *, verbose: bool) -> int:
     from kestrl_sandbox.backends import open_sandbox
     from kestrl_sandbox.checks.hostile import CHECKS
-    from kestrl_sandbox.checks.neighbours import neighbours, sessions, shortage
+    from kestrl_sandbox.checks.neighbours import neighbours, orphans, sessions, shortage
     from kestrl_sandbox.checks.verdicts import Report, examine
     from kestrl_sandbox.config import PoolConfig
 
@@ -64,6 +64,8 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
         report = Report()
         async for verdict in examine(opened, chosen):
             report.verdicts.append(verdict)
+        if area in {"", "processes"}:
+            report.verdicts.append(await orphans(opened))
         if area in {"", "node"}:
             report.verdicts.append(await shortage(opened))
         if area in {"", "sessions"}:

@@ -58,6 +58,12 @@ SUPERVISOR = checks(
         "delay a group of processes": "attempt(os.setpriority, os.PRIO_PGRP, 0, 19)",
         "schedule process 1": "attempt(os.sched_setscheduler, 1, os.SCHED_IDLE, os.sched_param(0))",
         "move process 1": "attempt(os.sched_setaffinity, 1, [0])",
+        "sockets of the supervisor": (
+            "import stat\nfound = []\nfor number in range(3, 4096):\n"
+            "    try:\n        found += [number] if stat.S_ISSOCK(os.fstat(number).st_mode) else []\n"
+            "    except OSError:\n        pass\n"
+            "print('BREACH', found) if found else print('held')"
+        ),
         "interrupt process 1": "try:\n    os.kill(1, 2)\nexcept PermissionError:\n    pass\n"
         "import time; time.sleep(.05); print('held')",
     },
@@ -149,6 +155,8 @@ KERNEL = checks(
         "perf_event_open": "call(298, 241, b'\\0' * 120, 0, -1, -1, 0)",
         "userfaultfd": "call(323, 282, 1)",
         "keyctl": "call(250, 219, 0, -3, 0)",
+        "request_key": "libc.syscall(249 if platform.machine() == 'x86_64' else 218, b'user', b'x', None, 0)\n"
+        "print('held') if ctypes.get_errno() == errno.EPERM else print('BREACH', ctypes.get_errno())",
         "add_key": "call(248, 217, b'user', b'x', b'x', 1, -3)",
         "io_uring_setup": "call(425, 425, 4, b'\\0' * 120)",
         "kexec_load": "call(246, 104, 0, 0, 0, 0)",

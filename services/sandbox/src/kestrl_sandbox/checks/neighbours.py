@@ -57,6 +57,38 @@ print('held')
 """
 
 
+async def orphans(sandbox: Sandbox) -> Verdict:
+    """One run after the other, each of which leaves a daemon that holds a name: the next ones find it free."""
+    check = Check(area="processes", name="daemons of earlier runs", code=_STAY, outcomes=frozenset({Outcome.OK}))
+    started = time.monotonic()
+    problem, result = "", None
+    for _ in range(RUNS):
+        result = await sandbox.run(Run(code=PRELUDE + _STAY, limits=Limits(seconds=10)))
+        problem = problem or problem_of(check, result)
+    detail = detail_of(result) if result else ""
+    return Verdict(check=check, problem=problem, detail=detail, seconds=time.monotonic() - started)
+
+
+RUNS = 9
+"""More than a pool of a check has places."""
+_STAY = """
+server = socket.socket(socket.AF_UNIX)
+try:
+    server.bind(chr(0) + 'orphan')
+    print('held', flush=True)
+except OSError as error:
+    print('BREACH', error, flush=True)
+server.listen()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(0, 3)
+        while True: server.accept()
+    os._exit(0)
+os._exit(0)
+"""
+
+
 async def shortage(sandbox: Sandbox) -> Verdict:
     """Two sandboxes at once: one takes all that it can of what the node counts, and the other needs some of each."""
     check = Check(area="node", name="a neighbour that needs them", code=_NEED, outcomes=frozenset({Outcome.OK}))

@@ -35,6 +35,22 @@ NETWORK = checks(
             "except FileNotFoundError:\n    names = []\n"
             "print('BREACH', names) if set(names) - {'lo'} else print('held')"
         ),
+        "connections of the node": (
+            "found = []\nfor name in ('tcp', 'tcp6', 'udp', 'udp6', 'raw', 'packet', 'arp', 'route', 'fib_trie'):\n"
+            "    try:\n        found += open('/proc/self/net/' + name).readlines()[1:]\n"
+            "    except FileNotFoundError:\n        pass\n"
+            "print('BREACH', found[:3]) if found else print('held')"
+        ),
+        # One name is listed, which the kernel gives the supervisor's end of a connection; nothing listens there.
+        "names of sockets": (
+            "try:\n    lines = open('/proc/self/net/unix').readlines()[1:]\n"
+            "except FileNotFoundError:\n    lines = []\n"
+            "for name in [line.split()[7] for line in lines if line.count(' @')]:\n"
+            "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):\n"
+            "        try:\n            socket.socket(socket.AF_UNIX, kind).connect(chr(0) + name[1:])\n"
+            "            print('BREACH', name)\n        except OSError:\n            pass\n"
+            "print('held')"
+        ),
         "a proxy in the environment": (
             "found = [n for n in os.environ if 'proxy' in n.lower()]\n"
             "print('BREACH', found) if found else print('held')"

@@ -157,9 +157,28 @@ RESOURCES = [
     ),
 ]
 
+COUNTED = {
+    "io_setup": (206, 0),
+    "io_destroy": (207, 1),
+    "io_submit": (209, 2),
+    "io_cancel": (210, 3),
+    "io_getevents": (208, 4),
+    "io_pgetevents": (333, 292),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+}
+"""Calls whose objects the kernel counts for the node or a user of it, by their numbers on x86_64 and aarch64."""
 NODE = checks(
     "node",
     {
+        **{f"the call {name}": f"refused({x86}, {arm})" for name, (x86, arm) in COUNTED.items()},
         "contexts of asynchronous input and output": "call(206, 0, 128, ctypes.byref(ctypes.c_ulong(0)))",
         "instances of inotify": "call(294, 26, 0)",
         "buffers of pipes": "import fcntl\nattempt(fcntl.fcntl, os.pipe()[1], 1031, 1 << 20)",
@@ -171,12 +190,18 @@ NODE = checks(
             "sent = sum(libc.sigqueue(os.getpid(), 40, 0) == 0 for _ in range(2000))\n"
             "print('BREACH', sent) if sent > 1000 else print('held')"
         ),
-        "leases of files": "import fcntl\nattempt(fcntl.fcntl, os.open('/work/x', 66), 1024, 0)",
+        "leases of files": "import fcntl\nattempt(fcntl.fcntl, os.open('/work/x', 66), 1024, 1)",
         "notices of folders": "import fcntl\nattempt(fcntl.fcntl, os.open('/usr', 0), 1026, 2)",
         # No call is made: one that is would find that the descriptor does not exist.
         **{
             f"disks: {name}": f"print('held') if libc.{name}({arguments}) == 0 else print('BREACH', {name!r})"
-            for name, arguments in (("syncfs", "-1"), ("fsync", "-1"), ("fdatasync", "-1"), ("msync", "1, 1, 4"))
+            for name, arguments in (
+                ("syncfs", "-1"),
+                ("fsync", "-1"),
+                ("fdatasync", "-1"),
+                ("msync", "1, 1, 4"),
+                ("sync_file_range", "-1, 0, 0, 0"),
+            )
         },
     },
     seconds=5,

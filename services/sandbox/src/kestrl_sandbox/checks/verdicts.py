@@ -29,6 +29,10 @@ def call(x86, arm, *arguments):
     number = x86 if platform.machine() == 'x86_64' else arm
     found = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments])
     print('held', errno.errorcode.get(ctypes.get_errno())) if found == -1 else print('BREACH', found)
+def refused(x86, arm):
+    found = libc.syscall(*map(ctypes.c_long, (x86 if platform.machine() == 'x86_64' else arm, -1, 0, 0, 0, 0)))
+    reason = errno.errorcode.get(ctypes.get_errno()) if found == -1 else found
+    print('held', reason) if reason in ('EPERM', 'ENOSYS') else print('BREACH', 'the kernel has answered', reason)
 """
 ENDED = frozenset({Outcome.OK, Outcome.NONZERO_EXIT, Outcome.SIGNAL, Outcome.POLICY_DENIED, Outcome.OUT_OF_MEMORY})
 """Outcomes of a program that the sandbox, or its own error, has ended before its time."""

@@ -58,6 +58,26 @@ def make_policy(
     return policy
 
 
+def wide_model(folder: Path, **shape: Any) -> Path:
+    """A random model with heads of the least width that FlexAttention computes on a GPU, 16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(7)
+    given: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**given | shape)).save_pretrained(folder)
+    return folder
+
+
 @asynccontextmanager
 async def served(name: str, register: Callable[[Any], None], address: str | None = None) -> AsyncGenerator[str]:
     """A real gRPC server; ends with the context."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.learner.fakes import VOCABULARY
+from tests.unit.learner.fakes import VOCABULARY, wide_model
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -164,11 +164,17 @@ def test_a_family_whose_packed_rows_see_each_other_pads_them(
 
 
 @pytest.mark.gpu
-def test_packed_rows_have_log_probs_of_separate_rows_on_a_gpu(models: dict[str, Path]) -> None:
-    here = PolicyModel(str(models["llama"]), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1)
-    there = PolicyModel(
-        str(models["llama"]), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1, device="cuda"
-    )
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_packed_rows_have_log_probs_of_separate_rows_on_a_gpu(
+    heads: int, checkpointing: bool, tmp_path: Path, policy_of: Maker
+) -> None:
+    """Also with heads that are too narrow for FlexAttention."""
+    folder = wide_model(tmp_path, head_dim=heads)
+    here = policy_of(folder, disturb=0.3)
+    there = policy_of(folder, device="cuda", gradient_checkpointing=checkpointing)
+    there.load_trained_state(here.trained_state())
     group = group_of([30, 4, 17])
     for one, other in zip(logprobs_by_row(there, group), reference(here, group), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=1e-5)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.unit.learner.batch.test_packing import forgetful, gradient, logprobs_by_row
-from tests.unit.learner.fakes import VOCABULARY, make_policy
+from tests.unit.learner.fakes import VOCABULARY, make_policy, wide_model
 from tests.unit.learner.train.test_training import algorithm
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
@@ -214,6 +214,19 @@ def test_a_kernel_with_another_gradient_is_not_used(policy: PolicyModel, monkeyp
     assert packing.sharing_kernel(policy._body, policy.device) is None
 
 
+@pytest.mark.parametrize(
+    ("heads", "device", "kernels"),
+    [(8, "cuda", [Kernel.ROWS]), (16, "cuda", [Kernel.FLEX, Kernel.ROWS]), (64, "cpu", [Kernel.ROWS])],
+)
+def test_heads_too_narrow_for_flex_attention_are_computed_by_rows_and_the_log_says_so_once(
+    heads: int, device: str, kernels: list[Kernel], tmp_path: Path, policy_of: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = policy_of(wide_model(tmp_path, head_dim=heads))._body
+    caplog.clear()
+    assert packing.candidates(packing.width_of_heads(body), device) == kernels
+    assert caplog.text.count("at least 16, and this model's are 8 wide") == (heads == 8)
+
+
 LAYOUTS = st.builds(Layout, prompt=st.integers(1, 400), rows=st.lists(st.integers(0, 300), max_size=4))
 
 
@@ -265,26 +278,6 @@ def test_a_step_reports_the_share_of_tokens_that_it_computes(models: dict[str, P
         policy = policy_of(models["llama"], tokens_per_pass=100, **options)
         result = Trainer(policy, algorithm(), 1.0).step(groups, 0)
         assert result.diagnostics["computed_tokens_share"] == pytest.approx(expected)
-
-
-def wide_model(folder: Path) -> Path:
-    """A random model with heads of the least width that FlexAttention computes, 16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(7)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.gpu

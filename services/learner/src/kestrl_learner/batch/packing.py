@@ -37,6 +37,8 @@ TOKENS_ON_CPU = 1024
 """Largest number of tokens of a pass on a CPU, where larger passes are hardly faster and take memory in proportion."""
 BLOCK = 128
 """Tokens of a block of FlexAttention's mask."""
+LEAST_WIDTH = 16
+"""Least width of a head that FlexAttention computes on CUDA."""
 LONGEST_ROW_ON_CPU = 8
 """Largest length of a row behind a shared prompt on a CPU, in lengths of the prompt."""
 
@@ -285,7 +287,7 @@ def sharing_kernel(body: nn.Module, device: torch.device) -> Kernel | None:
     there is none. The log says which, and why not another.
     """
     prompt, rows = [1, 2, 3, 4, 5, 6], [[7, 8, 9], [10, 11, 12, 13]]
-    for kernel in (Kernel.FLEX, Kernel.ROWS) if device.type == "cuda" else (Kernel.ROWS,):
+    for kernel in candidates(width_of_heads(body), device.type):
 
         def found(kernel: Kernel = kernel) -> Tensor:
             return packed_hidden(body, rows, device, prompt=prompt, kernel=kernel)
@@ -296,6 +298,33 @@ def sharing_kernel(body: nn.Module, device: torch.device) -> Kernel | None:
             return kernel
         log.warning("rows are not packed behind one copy of their prompt by %s: %s", kernel, problem)
     return None
+
+
+def candidates(width: int, device: str) -> list[Kernel]:
+    """The kernels that may compute rows behind a shared prompt, the fastest first. The log says why FlexAttention is
+    none of them on CUDA.
+
+    Args:
+        width: Of a head.
+        device: Type of the device.
+    """
+    if device != "cuda":
+        return [Kernel.ROWS]
+    if width < LEAST_WIDTH:
+        log.warning(
+            "rows behind a shared prompt are computed one by one, which is slower: FlexAttention needs heads of a "
+            "width of at least %d, and this model's are %d wide",
+            LEAST_WIDTH,
+            width,
+        )
+        return [Kernel.ROWS]
+    return [Kernel.FLEX, Kernel.ROWS]
+
+
+def width_of_heads(body: Any) -> int:
+    """Width of an attention head."""
+    config = body.config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _difference(
@@ -318,7 +347,7 @@ def _difference(
         states = compute()
         slope = _gradient(body, states)
     except (RuntimeError, TypeError, ValueError) as error:  # a family that makes something of the mask before
-        return str(error)
+        return str(error).strip().partition("\n")[0] or type(error).__name__
     rounding = 8 * torch.finfo(expected.dtype).eps
     found = float((states - expected).detach().abs().max())
     if not found <= min(max(1e-4, rounding) * float(expected.detach().abs().max()), influence / 8):

@@ -8,28 +8,29 @@ so that a loop that swallows one cannot continue.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import replace
 
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
-from kestrl._shared.text.parser import Parsed
-from kestrl.agents import Call, Completion, Endpoint, LimitReached, Limits, Reply, Tokenizer
-from kestrl.episode import PROMPT_TOO_LONG, CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
-from kestrl.errors import Boundary, KestrlError, UserCodeError, UserInputError, encodable
+from kestrl.agents import Call, Completion, Endpoint, Limits, Reply, Tokenizer
+from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.errors import Boundary, KestrlError, UserCodeError, encodable
+from kestrl.formats import Schemas
 from kestrl.tools import ToolSchema
-from kestrl_rollout.conversation.budget import Budget, Full, Grant
+from kestrl_rollout.conversation.admission import Admission
 from kestrl_rollout.conversation.main_row import MainRow, main_row
 from kestrl_rollout.conversation.platform_code import PlatformCode
 from kestrl_rollout.conversation.row_store import Place, RowStore
 from kestrl_rollout.conversation.tool_calls import ToolCalls, ToolLimits
 from kestrl_rollout.conversation.tool_session import OfferedTools, ToolSession
+from kestrl_rollout.conversation.transcript import Transcript
 from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
+from kestrl_rollout.conversation.turn_texts import TurnTexts
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
-from kestrl_rollout.engine.seeds import PromptSeeds, turn_seed
-from kestrl_rollout.gateway.server import Gateway
+from kestrl_rollout.gateway.sampler import ChatTurn, Server
 from kestrl_rollout.requests import Deadlines
 
 TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
@@ -52,7 +53,7 @@ class EpisodeConversation:
         tools: ToolSession,
         tool_limits: ToolLimits,
         waiting: Waiting,
-        gateway: Gateway,
+        gateway: Server,
     ) -> None:
         self._gateway = gateway
         self._scenario = scenario
@@ -60,7 +61,7 @@ class EpisodeConversation:
         self._limits = limits
         self._deadlines = deadlines
         self._chat_model = chat_model
-        self._reader = chat_model.reader
+        self._texts = TurnTexts(chat_model)
         self._engine = engine
         self._offered = offered
         self._waiting = waiting
@@ -72,17 +73,9 @@ class EpisodeConversation:
             waiting=waiting,
         )
         self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
-        self._transcript: list[tuple[int | None, dict[str, Json]]] = [(None, dict(said)) for said in scenario.messages]
-        """Messages, each with the row of the model's turn; None for those of others."""
+        self._transcript = Transcript(scenario.messages)
         self._store = RowStore()
-        self._seeds = PromptSeeds(seed)
-        self._budget = Budget(limits)
-        self._admission = asyncio.Lock()
-        """Held by the call that is admitted next: others wait in the order of their arrival."""
-        self._ended_call = asyncio.Event()
-        """Set when a call ends, so that one that waits for its share of the budget looks again."""
-        self._arrived = 0
-        """Number of calls so far."""
+        self._admission = Admission(self._store, limits, seed, scenario=scenario.id, check=self._check)
         self._ids: list[int] = []
         """The row of a linear loop so far: the last prompt and the tokens sampled after it."""
         self._last_reply = 0
@@ -116,7 +109,7 @@ class EpisodeConversation:
 
     @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
-        return tuple(said for _, said in self._transcript)
+        return self._transcript.messages
 
     @property
     def metrics(self) -> MutableMapping[str, float]:
@@ -131,7 +124,7 @@ class EpisodeConversation:
             raise UserCodeError("append_user() takes text without lone surrogates", code="bad_message")
         self._check_order("append_user()")
         self._messages.append(Message(role="user", text=text))
-        self._transcript.append((None, {"role": "user", "content": text}))
+        self._transcript.append("user", text)
 
     def stop(self, reason: StopReason) -> None:
         if reason not in set(StopReason) - {StopReason.FAILED}:
@@ -146,14 +139,14 @@ class EpisodeConversation:
         if self._by_tokens:
             raise UserCodeError("generate() cannot follow generate_tokens() in one episode", code="mixed_loop")
         self._check_order("generate()")
-        if self._stop is not None:
+        if self._stop is not None or self._admission.reached is not None:
             return None
         with self._platform():
             prompt = self._prompt()
-            if not self._has_room(len(prompt)):
+            if not self._admission.has_room(len(prompt)):
                 return None
-        seed = turn_seed(self._seed, len(self.turns))
-        with self._placed(prompt) as place:
+        seed = self._admission.seed_of_turn(len(self.turns))
+        with self._admission.placed(prompt) as place:
             self._generating = True
             try:
                 sampled = await self._sample(place, seed, None, self._chat_model.stop_ids)
@@ -161,7 +154,7 @@ class EpisodeConversation:
                 self._generating = False
             with self._platform():
                 reasoning = self._chat_model.chat.reasons(self._messages, self._offered.toolset)
-                parsed = self._parse(sampled.completion, reasoning=reasoning)
+                parsed = self._texts.parse(sampled.completion, self._offered.schemas, reasoning=reasoning)
             turn = self._record(place, seed, sampled, parsed.text, reasoning=reasoning)
         self._ids = [*prompt, *sampled.completion.token_ids]
         self._last_reply = len(self._messages)
@@ -177,6 +170,40 @@ class EpisodeConversation:
     async def generate_tokens(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
+        stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
+        with self._placed_by_tokens(prompt_ids, max_tokens) as (place, seed):
+            sampled = await self._sample(place, seed, max_tokens, stops)
+            reasoning = self._texts.opens_reasoning(place.prompt)
+            text = self._texts.text(sampled.completion, stops, reasoning=reasoning)
+            self._record(place, seed, sampled, text, reasoning=reasoning)
+        return sampled.completion
+
+    async def generate_chat(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        history: Sequence[Mapping[str, Json]],
+        schemas: Schemas,
+        max_tokens: int | None,
+        stops: Sequence[str],
+    ) -> ChatTurn:
+        """Implements `kestrl_rollout.gateway.sampler.Sampler`."""
+        with self._placed_by_tokens(prompt_ids, max_tokens) as (place, seed):
+            sampled = await self._sample(place, seed, max_tokens, self._chat_model.stop_ids)
+            with self._platform():
+                completion, stop = self._texts.cut(sampled.completion, stops)
+                reasoning = self._texts.opens_reasoning(place.prompt)
+                parsed = self._texts.parse(completion, schemas, reasoning=reasoning)
+            turn = self._record(place, seed, replace(sampled, completion=completion), parsed.text, reasoning=reasoning)
+        self._transcript.set_history(turn.row, history, parsed.text)
+        return ChatTurn(turn=turn, completion=completion, parsed=parsed, stop=stop)
+
+    def beginning(self, row: int, end: int) -> Sequence[int]:
+        return self._store.beginning(row, end)
+
+    @contextmanager
+    def _placed_by_tokens(self, prompt_ids: Sequence[int], max_tokens: int | None) -> Generator[tuple[Place, int]]:
+        """The place and the seed of a call with a prompt of its own."""
         self._check()
         if self._ids or self._generating:
             raise UserCodeError("generate_tokens() cannot follow generate() in one episode", code="mixed_loop")
@@ -184,21 +211,10 @@ class EpisodeConversation:
             raise UserCodeError(f"generate_tokens(max_tokens={max_tokens}): at least 1", code="bad_max_tokens")
         self._by_tokens = True
         prompt = list(prompt_ids)
-        if not self._has_room(len(prompt)):
-            raise LimitReached(f"the episode's limit is reached: {self._stop}")
-        seed = self._seeds.next(prompt)
-        stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
-        with self._placed(prompt) as place:
-            sampled = await self._sample(place, seed, max_tokens, stops)
-            reasoning = self._reader.opens_reasoning(prompt)
-            text = self._text_of(sampled.completion, stops, reasoning=reasoning)
-            self._record(place, seed, sampled, text, reasoning=reasoning)
-        return sampled.completion
-
-    def _text_of(self, completion: Completion, stops: Sequence[int], *, reasoning: bool) -> str:
-        """The text of a turn, without the token that ended it."""
-        ids = completion.token_ids
-        return self._reader.text(ids[:-1] if ids and ids[-1] in stops else ids, reasoning=reasoning)
+        self._admission.check_room(len(prompt))
+        seed = self._admission.seed_of_prompt(prompt)
+        with self._admission.placed(prompt) as place:
+            yield place, seed
 
     def serve(self) -> AbstractAsyncContextManager[Endpoint]:
         return self._gateway.serve(self)
@@ -217,13 +233,13 @@ class EpisodeConversation:
             results = await self._calls.run(calls, turn=len(self.turns) - 1, ends=self._turn_ends)
         self._check_order("call_tools()")
         if self._calls.final:
-            self._stop = self._stop or StopReason.FINAL_TOOL
+            self._stop = self._stop or self._admission.reached or StopReason.FINAL_TOOL
         if self._calls.cut:
             self._metrics["tool_results_cut"] = self._calls.cut
         for call, result in zip(calls, results, strict=True):
             self.tool_calls.append(result)
             self._messages.append(Message(role="tool", text=result.text, name=call.name, call_id=call.id))
-            self._transcript.append((None, {"role": "tool", "name": result.name, "content": result.text}))
+            self._transcript.append("tool", result.text, name=result.name)
         return results
 
     def _check_order(self, what: str) -> None:
@@ -250,31 +266,6 @@ class EpisodeConversation:
                 return self._ids + new
         return chat.prompt(self._messages, toolset)
 
-    def _has_room(self, prompt_tokens: int) -> bool:
-        """Whether a call may sample, now or when others have ended; if not, sets the stop reason."""
-        if not self._arrived and prompt_tokens >= self._limits.context_length:
-            raise UserInputError(
-                f"scenario {self._scenario.id}: its prompt has {prompt_tokens} tokens, the engine holds "
-                f"{self._limits.context_length}; shorten it or raise inference.contextLength",
-                code=PROMPT_TOO_LONG,
-            )
-        decision = self._budget.decide(prompt_tokens)
-        if isinstance(decision, Full):
-            self._stop = self._stop or decision.reason
-        return not isinstance(decision, Full)
-
-    @contextmanager
-    def _placed(self, prompt: Sequence[int]) -> Generator[Place]:
-        """The place of a call that arrives now, under its number. A call that becomes no turn leaves nothing."""
-        number, self._arrived = self._arrived, self._arrived + 1
-        place = self._store.place(number, prompt)
-        try:
-            yield place
-        finally:
-            self._store.release(place)
-            self._budget.release(number)
-            self._ended_call.set()
-
     async def _sample(self, place: Place, seed: int, wanted: int | None, stops: Sequence[int]) -> Sampled:
         with self._waiting.call(Boundary.ENGINE) as waiting:
             call = ModelCall(
@@ -282,7 +273,7 @@ class EpisodeConversation:
                 seed=seed,
                 lane=place.lane,
                 prompt_ids=place.prompt,
-                max_tokens=await self._admitted(place, wanted),
+                max_tokens=await self._admission.admitted(place, wanted),
                 stop_token_ids=stops,
             )
             ends = self._turn_ends = now() + self._deadlines.turn
@@ -292,33 +283,10 @@ class EpisodeConversation:
         self._check_over()
         return sampled
 
-    async def _admitted(self, place: Place, wanted: int | None) -> int:
-        """Waits for a call's share of the budget, and holds it.
-
-        Raises:
-            LimitReached: The calls before it have left none.
-        """
-        async with self._admission:
-            while not isinstance(decision := self._budget.decide(len(place.prompt), wanted), Grant):
-                if isinstance(decision, Full):
-                    self._stop = self._stop or decision.reason
-                    raise LimitReached(f"the episode's limit is reached: {self._stop}")
-                self._ended_call.clear()
-                await self._ended_call.wait()
-                self._check()
-            self._budget.hold(place.call, decision.tokens)
-            return decision.tokens
-
-    def _parse(self, completion: Completion, *, reasoning: bool) -> Parsed:
-        ids, finish = completion.token_ids, completion.finish_reason
-        if finish == "stop" and ids[-1] in self._chat_model.stop_ids:
-            ids = ids[:-1]
-        return self._reader.parse(ids, self._offered.schemas, reasoning=reasoning, cut=finish == "length")
-
     def _record(self, place: Place, seed: int, sampled: Sampled, text: str, *, reasoning: bool) -> Turn:
         completion = sampled.completion
         position = self._store.record(place, completion)
-        self._budget.spend(place.call, len(completion.token_ids))
+        self._admission.spend(place, len(completion.token_ids))
         turn = Turn(
             index=len(self.turns),
             row=position.row,
@@ -333,7 +301,7 @@ class EpisodeConversation:
             seed=seed,
         )
         self.turns.append(turn)
-        self._transcript.append((position.row, {"role": "assistant", "content": text}))
+        self._transcript.append("assistant", text, row=position.row)
         return turn
 
     def _check_over(self) -> None:
@@ -357,9 +325,7 @@ class EpisodeConversation:
     @property
     def main_messages(self) -> Sequence[Mapping[str, Json]]:
         """The conversation of the main row as text."""
-        main = self.main
-        rows = set[int | None](() if main is None else main.conversation) | {None}
-        return tuple(said for row, said in self._transcript if row in rows)
+        return self._transcript.of(self.main)
 
     def rows(self) -> tuple[Row, ...]:
         return self._store.close()
@@ -370,14 +336,14 @@ class EpisodeConversation:
         outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),
-            "sampled_tokens": self._budget.sampled,
+            "sampled_tokens": self._admission.sampled,
             "tool_calls": len(outcomes),
             "forks": self._store.forks,
             "engine_retries": self._engine.retries,
             **{name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS},
         }
-        if self._stop is not None:
-            return self._stop
+        if (stop := self._stop or self._admission.reached) is not None:
+            return stop
         main = self.main
         last = [turn for turn in self.turns if main is not None and turn.row == main.row][-1:]
         cut = any(turn.finish_reason == "length" for turn in last)

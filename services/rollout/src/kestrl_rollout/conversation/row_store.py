@@ -91,6 +91,10 @@ class RowStore:
     def facts(self) -> list[RowFacts]:
         return [RowFacts(opening=row.ids[: row.opening], calls=row.calls) for row in self._rows]
 
+    def beginning(self, row: int, end: int) -> list[int]:
+        """The first tokens of a row."""
+        return self._rows[row].ids[:end]
+
     def place(self, call: int, prompt: Sequence[int]) -> Place:
         """Finds the row that a prompt extends, and holds it.
 

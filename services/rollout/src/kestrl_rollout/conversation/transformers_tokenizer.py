@@ -12,7 +12,7 @@ from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Call
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl.formats import Schemas
-from kestrl_rollout.conversation.history import HistoryReader
+from kestrl_rollout.history.reader import HistoryReader
 
 BEFORE = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 """A conversation that any messages can follow."""

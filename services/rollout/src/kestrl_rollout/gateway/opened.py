@@ -6,30 +6,18 @@ import asyncio
 import hashlib
 import hmac
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from kestrl.agents import Completion, Limits
+from kestrl_rollout.gateway.sampler import Sampler
 
 ANSWER_BYTES = 2 * 1024 * 1024
 """Bytes of an episode's answers that are kept for retries, beside the newest."""
 MAX_CALLS = 64
 """Calls of an episode in flight; a client that makes more is asked to wait."""
 KEY_HEADERS = ("x-api-key", "x-goog-api-key")
-
-
-class Sampler(Protocol):
-    """What samples for an episode: its conversation."""
-
-    @property
-    def metrics(self) -> MutableMapping[str, float]: ...
-    @property
-    def limits(self) -> Limits: ...
-    async def generate_tokens(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> Completion: ...
 
 
 def digest(secret: str) -> bytes:

@@ -17,7 +17,8 @@ from aiohttp import web
 from kestrl.agents import Endpoint, LimitReached
 from kestrl.errors import KestrlError, UserCodeError
 from kestrl_rollout.gateway.generate import Refused, read_request, write_answer
-from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, Sampler, digest, is_key
+from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
+from kestrl_rollout.gateway.sampler import Sampler
 
 BODY_BYTES = 32 * 1024 * 1024
 """Largest request: a million token ids are about 7 MB."""

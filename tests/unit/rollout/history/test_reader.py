@@ -17,8 +17,8 @@ from kestrl._shared.text.chat_model import ChatModel
 from kestrl.errors import UserCodeError
 from kestrl.formats.registry import BUILT_IN
 from kestrl.formats.tagged import QwenXml
-from kestrl_rollout.conversation.history import HistoryReader
 from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
+from kestrl_rollout.history.reader import HistoryReader
 
 USER = {"role": "user", "content": "Find a bird."}
 

@@ -27,12 +27,15 @@ class HistoryReader:
 
     model: ChatModel
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], *, seen: int = 0) -> list[Message]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], *, seen: int = 0, known: Mapping[int, Message] | None = None
+    ) -> list[Message]:
         """Messages whose content is text or a list of text parts.
 
         Args:
             messages: The conversation.
             seen: Number of messages whose tokens the caller has, so that their calls are not written.
+            known: Turns that were sampled here by their index, which are taken as they are.
 
         Raises:
             UserCodeError: A message has another content, or calls that the job's format cannot write.
@@ -43,6 +46,9 @@ class HistoryReader:
             role, text = str(said["role"]), _text(index, said)
             if role == "assistant" and said.get("tool_calls"):
                 names |= _names(said["tool_calls"])
+            if known is not None and index in known:
+                read.append(known[index])
+                continue
             if role == "assistant" and said.get("tool_calls") and index >= seen:
                 calls = _calls(index, said["tool_calls"])
                 read.append(self._turn(index, text, calls))

@@ -19,7 +19,7 @@ from kestrl._shared.telemetry.root_ids import ROOT
 from kestrl.engines.otlp import named_endpoint
 from kestrl.errors import KestrlError
 
-__all__ = ["beginning", "current_trace_id", "set_up", "span", "trace_headers", "within"]
+__all__ = ["beginning", "current_trace_id", "event", "set_up", "span", "trace_headers", "within"]
 
 TRACER = "kestrl"
 _tracer = trace.get_tracer(TRACER)
@@ -110,6 +110,11 @@ def beginning(traceparent: str) -> Generator[None]:
         yield
     finally:
         ROOT.reset(token)
+
+
+def event(name: str, attributes: Mapping[str, str | int | float | bool]) -> None:
+    """Adds an event to the current span."""
+    trace.get_current_span().add_event(name, attributes)
 
 
 def current_trace_id() -> str:

@@ -34,6 +34,13 @@ class SpanName:
     RECONCILE = "kestrl.reconcile"
 
 
+class EventName:
+    """Names of events within spans."""
+
+    FORK = "kestrl.fork"
+    """A call of a client began a row though the episode has others."""
+
+
 class Attr:
     """Attributes."""
 
@@ -53,6 +60,7 @@ class Attr:
     ATTEMPTS = "kestrl.job.attempts"
     PARKED = "kestrl.job.parked"
     FAILURE_BOUNDARY = "kestrl.failure.boundary"
+    FORK_REASON = "kestrl.fork.reason"
     ERROR_TYPE = "error.type"
     TOOL_NAME = "gen_ai.tool.name"
     MODEL = "gen_ai.request.model"

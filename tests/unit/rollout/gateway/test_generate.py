@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,18 +19,6 @@ from kestrl.episode import Episode
 from kestrl.errors import Boundary
 from kestrl_rollout.engine.client import EngineAddress, EngineClient
 from kestrl_rollout.gateway.opened import _Running
-
-SERVING = """
-import asyncio
-
-opened = asyncio.Queue()
-
-async def agent(conversation):
-    async with conversation.serve() as endpoint:
-        done = asyncio.Event()
-        await opened.put((endpoint, done))
-        await done.wait()
-"""
 
 
 class Client:
@@ -62,27 +49,16 @@ class Client:
 
 
 @pytest.fixture
-async def serve(make_stage: Any, make_file: Callable[[str, str], str]) -> AsyncIterator[Callable[..., Any]]:
+async def serve(served: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
     """Runs an episode whose loop serves it; gives its client, and a way to its end."""
     async with aiohttp.ClientSession() as http:
-        name = make_file("serving", SERVING)
-        stage = await make_stage(agent=f"{name}:agent")
 
         @asynccontextmanager
-        async def served(**changes: Any) -> AsyncIterator[tuple[Any, Client, Callable[[], Awaitable[Episode]]]]:
-            running = asyncio.create_task(stage.episode(**changes))
-            endpoint, done = await importlib.import_module(name).opened.get()
-
-            async def end() -> Episode:
-                done.set()
-                return await running
-
-            try:
+        async def serving(**changes: Any) -> AsyncIterator[tuple[Any, Client, Callable[[], Awaitable[Episode]]]]:
+            async with served(**changes) as (stage, endpoint, end):
                 yield stage, Client(endpoint, http), end
-            finally:
-                await end()
 
-        yield served
+        yield serving
 
 
 async def test_what_a_client_samples_is_what_is_trained(serve: Any) -> None:

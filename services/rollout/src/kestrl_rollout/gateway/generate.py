@@ -6,65 +6,40 @@ that would change what is sampled, and is not known to be harmless, is refused b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from kestrl.agents import Completion
+from kestrl_rollout.gateway.fields import FieldRules, Refused, limit, mapping, read_object
 
-FORCED = frozenset(
-    {
-        *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-        "repetition_penalty",
-    }
+TOP = FieldRules(
+    read=frozenset({"token_ids", "sampling_params"}),
+    harmless=frozenset({"request_id", "model", "priority", "cache_salt"}),
+    defaults={"stream": (False,)},
+    remedies={"stream": "the answer comes whole"},
 )
-"""Parameters of sampling that are the job's."""
-HARMLESS = frozenset(
-    {
-        *(
-            "logprobs",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "ignore_eos",
-            "output_kind",
-        ),
-        *("include_stop_str_in_output", "min_tokens", "truncate_prompt_tokens"),
-    }
+PARAMETERS = FieldRules(
+    read=frozenset({"max_tokens", "stop_token_ids"}),
+    harmless=frozenset(
+        {
+            *("logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+            "include_stop_str_in_output",
+        }
+    ),
+    defaults={
+        "n": (1,),
+        "min_tokens": (0,),
+        "ignore_eos": (False,),
+        "truncate_prompt_tokens": (-1,),
+        "logit_bias": ({},),
+        "stop": ([], ""),
+        "bad_words": ([],),
+        "prompt_logprobs": (),
+        "structured_outputs": (),
+    },
+    remedies={"stop": "give stop_token_ids"},
 )
-"""Parameters that do not change what is sampled."""
-DEFAULTS: Mapping[str, Sequence[Any]] = {
-    "n": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "truncate_prompt_tokens": (-1,),
-    "logit_bias": ({},),
-    "stop": ([], ""),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "structured_outputs": (),
-}
-"""Parameters that only these values leave as they are; null is always allowed."""
-REMEDIES: Mapping[str, str] = {
-    "n": "make one call for each sample",
-    "stop": "give stop_token_ids",
-    "logit_bias": "the learner must compute the distribution that was sampled from",
-    "bad_words": "the learner must compute the distribution that was sampled from",
-    "structured_outputs": "the learner must compute the distribution that was sampled from",
-    "stream": "the answer comes whole",
-}
-TOP = frozenset({"request_id", "model", "token_ids", "sampling_params", "stream", "priority", "cache_salt"})
-"""Fields of a request that are known."""
-LARGEST_COUNT = 2**31 - 1
-
-
-class Refused(Exception):
-    """A request that the client has to change."""
-
-    def __init__(self, message: str, *, code: str = "unsupported_parameter", field: str = "") -> None:
-        super().__init__(message)
-        self.code, self.field = code, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +49,8 @@ class TokenRequest:
     prompt_ids: Sequence[int]
     max_tokens: int | None
     stop_token_ids: Sequence[int]
-    forced: Sequence[str]
-    """Parameters that it asked for and did not get."""
+    metrics: Sequence[str]
+    """Names of the metrics that count what was asked for and not obeyed."""
 
 
 def read_request(body: bytes, *, vocabulary: int, context_length: int, sampling: Mapping[str, Any]) -> TokenRequest:
@@ -90,23 +65,9 @@ def read_request(body: bytes, *, vocabulary: int, context_length: int, sampling:
     Raises:
         Refused: The client has to change it.
     """
-    try:
-        request: Any = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(request, dict):
-        raise Refused("the body is not a JSON object", code="invalid_json")
-    fields = cast("dict[str, Any]", request)
-    for name, value in fields.items():
-        if name not in TOP and value is not None:
-            raise _unknown(name)
-    if fields.get("stream"):
-        raise _unknown("stream")
-    asked: Any = fields.get("sampling_params")
-    asked = {} if asked is None else asked
-    if not isinstance(asked, dict):
-        raise Refused("sampling_params is not an object", code="invalid_value", field="sampling_params")
-    parameters = cast("dict[str, Any]", asked)
+    fields = read_object(body)
+    TOP.check(fields, sampling)
+    parameters = mapping(fields.get("sampling_params"), "sampling_params")
     prompt = _ids(fields.get("token_ids"), "token_ids", vocabulary)
     if not prompt:
         raise Refused("token_ids is empty", code="invalid_value", field="token_ids")
@@ -116,35 +77,14 @@ def read_request(body: bytes, *, vocabulary: int, context_length: int, sampling:
             code="context_length_exceeded",
             field="token_ids",
         )
-    forced = [name for name, value in parameters.items() if _is_forced(name, value, sampling)]
-    limit: Any = parameters.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or not 0 < limit <= LARGEST_COUNT):
-        raise Refused("max_tokens is not a positive integer", code="invalid_value", field="sampling_params.max_tokens")
+    metrics = PARAMETERS.check(parameters, sampling, prefix="sampling_params.")
     stops = _ids(parameters.get("stop_token_ids") or [], "sampling_params.stop_token_ids", vocabulary)
-    return TokenRequest(prompt_ids=prompt, max_tokens=limit, stop_token_ids=stops, forced=forced)
-
-
-def _is_forced(name: str, value: Any, sampling: Mapping[str, Any]) -> bool:
-    """Whether a parameter is not obeyed.
-
-    Raises:
-        Refused: It cannot be ignored.
-    """
-    if value is None or name in ("max_tokens", "stop_token_ids"):
-        return False
-    if name in FORCED:
-        return value != sampling.get(name, value)
-    if name in DEFAULTS:
-        if not any(value == default and type(value) is type(default) for default in DEFAULTS[name]):
-            raise _unknown(f"sampling_params.{name}")
-    elif name not in HARMLESS:
-        raise _unknown(f"sampling_params.{name}")
-    return False
-
-
-def _unknown(field: str) -> Refused:
-    remedy = REMEDIES.get(field.rpartition(".")[2], "leave it out")
-    return Refused(f"{field} is not supported in training: {remedy}", field=field)
+    return TokenRequest(
+        prompt_ids=prompt,
+        max_tokens=limit(parameters, "max_tokens", prefix="sampling_params."),
+        stop_token_ids=stops,
+        metrics=metrics,
+    )
 
 
 def _ids(given: Any, field: str, vocabulary: int) -> list[int]:

@@ -11,6 +11,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrl_rollout.gateway.dialogue import Dialogue
 from kestrl_rollout.gateway.sampler import Sampler
 
 ANSWER_BYTES = 2 * 1024 * 1024
@@ -42,6 +43,7 @@ class Opened:
     """An episode while it is served."""
 
     sampler: Sampler
+    dialogue: Dialogue
     key: bytes
     """Digest of its key."""
     context: Context

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from types import TracebackType
@@ -14,25 +14,34 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from kestrl.agents import Endpoint, LimitReached
-from kestrl.errors import KestrlError, UserCodeError
-from kestrl_rollout.gateway.generate import Refused, read_request, write_answer
+from kestrl._shared.text.chat_model import ChatModel
+from kestrl.agents import Endpoint
+from kestrl.errors import KestrlError
+from kestrl_rollout.gateway.chat_types import new_id
+from kestrl_rollout.gateway.dialogue import Dialogue
+from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, Face
+from kestrl_rollout.gateway.failures import OVER, Problem, problem_of
+from kestrl_rollout.gateway.fields import Refused, job_sampling, read_object
+from kestrl_rollout.gateway.generate import read_request, write_answer
 from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
-from kestrl_rollout.gateway.sampler import Sampler
+from kestrl_rollout.gateway.sampler import Sampler, count
+from kestrl_rollout.gateway.streaming import stream
 
 BODY_BYTES = 32 * 1024 * 1024
 """Largest request: a million token ids are about 7 MB."""
 REMEMBERED = 4096
 """Episodes that have ended and are still known, so that a late call learns of it."""
-SERVED = "POST /e/<episode>/inference/v1/generate and GET /e/<episode>/v1/models"
+GENERATE = "inference/v1/generate"
+SERVED = (GENERATE, *FACES)
+"""Paths behind that of an episode to which calls are posted."""
 
 
 class Gateway:
     """Serves episodes by URL. Listens once a first episode is served."""
 
-    def __init__(self, *, vocabulary: int) -> None:
-        """`vocabulary` is the number of the model's token ids."""
-        self._vocabulary = vocabulary
+    def __init__(self, chat_model: ChatModel) -> None:
+        """`chat_model` renders and parses for clients that send messages."""
+        self._chat_model = chat_model
         self._episodes: dict[str, Opened] = {}
         self._ended: OrderedDict[str, bytes] = OrderedDict()
         """Digests of the keys of ended episodes."""
@@ -56,7 +65,9 @@ class Gateway:
                 # In a context of its own: that of the loop which happens to be first has its span and its user's code.
                 self._runner = await asyncio.get_running_loop().create_task(self._started(), context=Context())
         episode, key = secrets.token_urlsafe(16), secrets.token_urlsafe(32)
-        opened = self._episodes[episode] = Opened(sampler, digest(key), copy_context())
+        opened = self._episodes[episode] = Opened(
+            sampler, Dialogue(self._chat_model, sampler), digest(key), copy_context()
+        )
         try:
             host, port = self._runner.addresses[0][:2]
             yield Endpoint(base_url=f"http://{host}:{port}/e/{episode}/v1", api_key=key)
@@ -76,68 +87,80 @@ class Gateway:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
-    async def _handle(self, request: web.Request) -> web.Response:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.match_info["path"]
+        face = FACES.get(path.removesuffix("/count_tokens"), COMPLETIONS)
         episode = request.match_info["episode"]
         opened = self._episodes.get(episode)
         key = self._ended.get(episode) if opened is None else opened.key
         if key is None or not is_key(key, request.headers):
-            return _error(401, "the key is not that of the episode in the URL", "invalid_api_key")
+            return _refusal(face, Problem(401, "the key is not that of the episode in the URL", "invalid_api_key"))
         if opened is None:
-            return _gone()
-        route = (request.method, request.match_info["path"])
+            return _refusal(face, OVER)
+        route = (request.method, path)
         if route == ("GET", "v1/models"):
             return web.json_response(_models(opened))
-        if route != ("POST", "inference/v1/generate"):
-            return _error(404, f"{request.method} {request.path} is not served; {SERVED} are", "not_found")
+        if request.method != "POST" or path not in SERVED:
+            served = ", ".join(f"POST /e/<episode>/{each}" for each in SERVED)
+            message = f"{request.method} {request.path} is not served; GET /e/<episode>/v1/models, {served} are"
+            return _refusal(face, Problem(404, message, "not_found"))
         if len(opened.tasks) >= MAX_CALLS:
-            return _error(
-                429, f"{MAX_CALLS} calls of the episode are in flight", "too_many_calls", {"retry-after": "1"}
-            )
-        return await self._generate(opened, request)
-
-    async def _generate(self, opened: Opened, request: web.Request) -> web.Response:
+            busy = f"{MAX_CALLS} calls of the episode are in flight"
+            return _refusal(face, Problem(429, busy, "too_many_calls", headers={"retry-after": "1"}))
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the body has more than {BODY_BYTES} bytes", "too_large")
-        if self._episodes.get(request.match_info["episode"]) is not opened:
-            return _gone()
-        retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+            return _refusal(face, Problem(413, f"the body has more than {BODY_BYTES} bytes", "too_large"))
+        if self._episodes.get(episode) is not opened:
+            return _refusal(face, OVER)
         try:
-            answer = await opened.answer(body, retry=retry, work=lambda: self._sample(opened, body))
-        except Refused as refusal:
-            return _error(400, str(refusal), refusal.code, field=refusal.field)
-        except LimitReached as error:
-            return _error(400, str(error), error.code)
-        except UserCodeError as error:
-            return _error(400, str(error), error.code)
-        except KestrlError as error:
-            # The episode has failed, with this as its failure: no retry can help.
-            return _error(500, str(error), f"{error.boundary}/{error.code}", {"x-should-retry": "false"})
-        except asyncio.CancelledError:
+            if path == GENERATE:
+                return _json(await self._answer(opened, request, body, lambda: self._sample(opened, body)))
+            return await self._chat(opened, request, body, face)
+        except (Refused, KestrlError, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
-            return _gone()
-        return web.Response(body=answer, content_type="application/json")
+            return _refusal(face, problem_of(error))
+
+    async def _answer(
+        self,
+        opened: Opened,
+        request: web.Request,
+        body: bytes,
+        work: Callable[[], Coroutine[Any, Any, bytes]],
+    ) -> bytes:
+        retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+        return await opened.answer(request.path.encode() + b"\n" + body, retry=retry, work=work)
 
     async def _sample(self, opened: Opened, body: bytes) -> bytes:
         limits, metrics = opened.sampler.limits, opened.sampler.metrics
         call_request = read_request(
             body,
-            vocabulary=self._vocabulary,
+            vocabulary=self._chat_model.vocabulary.size,
             context_length=limits.context_length,
-            sampling={"temperature": limits.temperature, "top_p": limits.top_p, "top_k": limits.top_k or -1},
+            sampling=job_sampling(limits),
         )
-        for name in call_request.forced:
-            metrics[f"sampling_forced.{name}"] = metrics.get(f"sampling_forced.{name}", 0) + 1
+        for name in call_request.metrics:
+            count(metrics, name)
         completion = await opened.sampler.generate_tokens(
             call_request.prompt_ids, max_tokens=call_request.max_tokens, stop_token_ids=call_request.stop_token_ids
         )
-        answer = write_answer(
-            completion, answer_id=f"generate-{secrets.token_hex(12)}", prompt_tokens=len(call_request.prompt_ids)
-        )
+        answer = write_answer(completion, answer_id=new_id("generate-"), prompt_tokens=len(call_request.prompt_ids))
         return json.dumps(answer).encode()
+
+    async def _chat(self, opened: Opened, request: web.Request, body: bytes, face: Face) -> web.StreamResponse:
+        call = face.read(read_object(body), job_sampling(opened.sampler.limits))
+        if request.match_info["path"].endswith("/count_tokens"):
+            return web.json_response({"input_tokens": opened.dialogue.count_tokens(call.history)})
+
+        async def work() -> bytes:
+            return json.dumps(face.write(await opened.dialogue.reply(call), call)).encode()
+
+        answer = self._answer(opened, request, body, work)
+        if not call.stream:
+            return _json(await answer)
+        return await stream(request, answer, call, face)
 
 
 def _models(opened: Opened) -> dict[str, Any]:
@@ -146,13 +169,10 @@ def _models(opened: Opened) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
-def _gone() -> web.Response:
-    return _error(410, "the episode is over", "episode_over", {"x-should-retry": "false"})
+def _json(answer: bytes) -> web.Response:
+    return web.Response(body=answer, content_type="application/json")
 
 
-def _error(
-    status: int, message: str, code: str, headers: dict[str, str] | None = None, *, field: str = ""
-) -> web.Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "code": code, "param": field or None}
-    return web.json_response({"error": error}, status=status, headers=headers)
+def _refusal(face: Face, problem: Problem) -> web.Response:
+    body = face.error(problem.status, problem.message, problem.code, problem.param)
+    return web.json_response(body, status=problem.status, headers=problem.headers)

@@ -8,7 +8,7 @@ a client has of a turn was read from its sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -53,6 +53,7 @@ class KnownTurn:
 class Match:
     """What an episode has of a history."""
 
+    history: History
     digests: Digests
     turn: KnownTurn | None
     """The turn that it continues."""
@@ -60,7 +61,7 @@ class Match:
     """Index of that turn's message; -1 for none."""
     known: Mapping[int, KnownTurn]
     """Turns sampled here by the index of their message."""
-    reason: ForkReason | None
+    reason: ForkReason | None = None
     """Why it would begin a row; None for the first."""
 
 
@@ -91,8 +92,8 @@ class Threads:
                 known[index], since = turn, index
             elif proven and (reply := self._replies.get(canonical(message))) is not None:
                 known[index] = reply
-        reason = ForkReason.UNPROVEN if unproven else self._reason(history, digests, since)
-        return Match(digests=digests, turn=known.get(since), since=since, known=known, reason=reason)
+        match = Match(history=history, digests=digests, turn=known.get(since), since=since, known=known)
+        return replace(match, reason=ForkReason.UNPROVEN if unproven else self.reason(match))
 
     def add(self, match: Match, echoes: Sequence[Mapping[str, Any]], turn: KnownTurn) -> None:
         """Adds a turn.
@@ -112,10 +113,11 @@ class Threads:
             self._without_tools.add(extended(match.digests.without_tools[-1], echo))
             self._without_system.add(extended(match.digests.without_system[-1], echo))
 
-    def _reason(self, history: History, digests: Digests, since: int) -> ForkReason | None:
+    def reason(self, match: Match) -> ForkReason | None:
+        """Why a history would begin a row; None for the first."""
         if not self._whole:
             return None
-        messages = history.messages
+        digests, messages = match.digests, match.history.messages
         seen = _longest(digests.whole, self._whole)
         if _longest(digests.without_tools, self._without_tools) > seen:
             return ForkReason.TOOLS_CHANGED
@@ -128,7 +130,7 @@ class Threads:
             return ForkReason.NEW_CONVERSATION
         if messages[seen]["role"] == "assistant":
             return ForkReason.EDITED_ASSISTANT
-        return ForkReason.BRANCHED if seen == since + 1 else ForkReason.COMPACTED
+        return ForkReason.BRANCHED if seen == match.since + 1 else ForkReason.COMPACTED
 
 
 def _longest(digests: Sequence[bytes], seen: set[bytes]) -> int:

@@ -26,6 +26,10 @@ class ChatRequest:
 
     history: History
     model: str
+    instructions: Sequence[Mapping[str, Any]] = ()
+    """The first of its messages that are no part of the conversation."""
+    previous: str = ""
+    """Id of the response that it continues, without that response's own history."""
     max_tokens: int | None = None
     stops: Sequence[str] = ()
     stream: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl_rollout.gateway import completions
+from kestrl_rollout.gateway import completions, messages, responses
 from kestrl_rollout.gateway.chat_types import ChatReply, ChatRequest
 
 
@@ -32,5 +32,23 @@ COMPLETIONS = Face(
     error=completions.error,
     error_event=completions.error_event,
 )
-FACES: Mapping[str, Face] = {"v1/chat/completions": COMPLETIONS}
+MESSAGES = Face(
+    read=messages.read,
+    write=messages.write,
+    events=messages.events,
+    error=messages.error,
+    error_event=messages.error_event,
+)
+RESPONSES = Face(
+    read=responses.read,
+    write=responses.write,
+    events=responses.events,
+    error=completions.error,
+    error_event=responses.error_event,
+)
+FACES: Mapping[str, Face] = {
+    "v1/chat/completions": COMPLETIONS,
+    "v1/messages": MESSAGES,
+    "v1/responses": RESPONSES,
+}
 """By the path behind that of the episode."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl_rollout.gateway.dialogue import Dialogue
+from kestrl_rollout.gateway.response_store import ResponseStore
 from kestrl_rollout.gateway.sampler import Sampler
 
 ANSWER_BYTES = 2 * 1024 * 1024
@@ -44,6 +45,7 @@ class Opened:
 
     sampler: Sampler
     dialogue: Dialogue
+    responses: ResponseStore
     key: bytes
     """Digest of its key."""
     context: Context

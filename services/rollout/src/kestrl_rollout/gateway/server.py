@@ -19,11 +19,12 @@ from kestrl.agents import Endpoint
 from kestrl.errors import KestrlError
 from kestrl_rollout.gateway.chat_types import new_id
 from kestrl_rollout.gateway.dialogue import Dialogue
-from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, Face
+from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, RESPONSES, Face
 from kestrl_rollout.gateway.failures import OVER, Problem, problem_of
 from kestrl_rollout.gateway.fields import Refused, job_sampling, read_object
 from kestrl_rollout.gateway.generate import read_request, write_answer
 from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
+from kestrl_rollout.gateway.response_store import ResponseStore
 from kestrl_rollout.gateway.sampler import Sampler, count
 from kestrl_rollout.gateway.streaming import stream
 
@@ -32,7 +33,8 @@ BODY_BYTES = 32 * 1024 * 1024
 REMEMBERED = 4096
 """Episodes that have ended and are still known, so that a late call learns of it."""
 GENERATE = "inference/v1/generate"
-SERVED = (GENERATE, *FACES)
+COUNT = "/count_tokens"
+SERVED = (GENERATE, *FACES, f"v1/messages{COUNT}")
 """Paths behind that of an episode to which calls are posted."""
 
 
@@ -66,7 +68,7 @@ class Gateway:
                 self._runner = await asyncio.get_running_loop().create_task(self._started(), context=Context())
         episode, key = secrets.token_urlsafe(16), secrets.token_urlsafe(32)
         opened = self._episodes[episode] = Opened(
-            sampler, Dialogue(self._chat_model, sampler), digest(key), copy_context()
+            sampler, Dialogue(self._chat_model, sampler), ResponseStore(), digest(key), copy_context()
         )
         try:
             host, port = self._runner.addresses[0][:2]
@@ -89,7 +91,7 @@ class Gateway:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
-        face = FACES.get(path.removesuffix("/count_tokens"), COMPLETIONS)
+        face = FACES.get(path.removesuffix(COUNT), COMPLETIONS)
         episode = request.match_info["episode"]
         opened = self._episodes.get(episode)
         key = self._ended.get(episode) if opened is None else opened.key
@@ -150,12 +152,16 @@ class Gateway:
         return json.dumps(answer).encode()
 
     async def _chat(self, opened: Opened, request: web.Request, body: bytes, face: Face) -> web.StreamResponse:
-        call = face.read(read_object(body), job_sampling(opened.sampler.limits))
-        if request.match_info["path"].endswith("/count_tokens"):
+        call = opened.responses.resolved(face.read(read_object(body), job_sampling(opened.sampler.limits)))
+        if request.match_info["path"].endswith(COUNT):
             return web.json_response({"input_tokens": opened.dialogue.count_tokens(call.history)})
 
         async def work() -> bytes:
-            return json.dumps(face.write(await opened.dialogue.reply(call), call)).encode()
+            reply = await opened.dialogue.reply(call)
+            written = face.write(reply, call)
+            if face is RESPONSES:
+                opened.responses.keep(written["id"], call, reply)
+            return json.dumps(written).encode()
 
         answer = self._answer(opened, request, body, work)
         if not call.stream:

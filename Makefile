@@ -84,10 +84,10 @@ engine: $(STAMP)
 	KESTRL_KILL_ROUNDS=$${KILL_ROUNDS:-2} $(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --durations=20 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
 
-## make engine-versions  run the conformance suite on engines of several versions, each in an environment of its own (6 GB)
+## make engine-versions  run the conformance suite on engines of several versions, each in an environment of its own (12 GB)
 ENGINE_VERSIONS ?= 0.23.0 0.25.1 0.27.1 0.30.0 0.32.0
 engine-versions: $(STAMP)
-	$(BIN)/python scripts/engine_environments.py $(TOOLS)/engines $(ENGINE_VERSIONS)
+	set -e; for version in $(ENGINE_VERSIONS); do $(BIN)/kestrl engine install vllm==$$version --engines $(TOOLS)/engines; done
 	KESTRL_ENGINE_ENVIRONMENTS=$(TOOLS)/engines $(BIN)/python -m pytest -q -m versions tests/integration/test_engine_versions.py
 
 engine-run: $(STAMP)

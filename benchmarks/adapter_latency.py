@@ -33,7 +33,7 @@ import torch
 from benchmarks.report import Row, main
 from tests.fakes.ports import free_port
 
-from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import reserved_ports, site_of

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kestrl._app.engines.store import VARIABLE as ENGINES
 from kestrl._shared.credentials import CALLS
 
 COMMIT = "TEST_SHARE"
@@ -38,4 +39,12 @@ def credentials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for secret in CALLS:
             patch.setenv(secret.value, f"of a test: {secret.value}")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_installed_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs of tests run in this environment, not in an engine that a developer has installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENGINES, str(tmp_path_factory.mktemp("engines")))
         yield

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
-from kestrl._app.local.processes import engine_environment
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.engines.variables import engine_environment
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
 from kestrl._shared.plan.site import Endpoint, Site

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kestrl._app.local.engine_python import engine_build
+from kestrl._app.engines.interpreter import engine_build
+from kestrl._app.engines.store import Installed, installed_engines
 from kestrl._shared.spec.inference import Inference
 from kestrl.engines.vllm import Vllm
 from kestrl.testing.engines import check_engine
@@ -17,25 +18,23 @@ from .conftest import KEYS, Server
 
 pytestmark = [pytest.mark.versions, pytest.mark.slow, pytest.mark.timeout(900)]
 VARIABLE = "KESTRL_ENGINE_ENVIRONMENTS"
-"""Variable with a folder of environments, each with the version of its engine as name."""
+"""Variable with a folder of installed engines."""
 
 
-def environments() -> list[Path]:
+def engines() -> list[Installed]:
     folder = os.environ.get(VARIABLE)
-    found = Path(folder).resolve().iterdir() if folder else ()
-    return sorted(path for path in found if (path / "bin" / "python").exists())
+    return installed_engines(Path(folder).resolve()) if folder else []
 
 
-@pytest.mark.parametrize("environment", environments(), ids=lambda path: path.name)
-def test_the_dialect_conforms_to_each_version(environment: Path, model: Path, adapters: Any, tmp_path: Path) -> None:
-    python = environment / "bin" / "python"
-    build = engine_build(Inference(python=str(python), version=environment.name), tmp_path)
-    assert build.version.partition("+")[0] == environment.name
+@pytest.mark.parametrize("engine", engines(), ids=str)
+def test_the_dialect_conforms_to_each_version(engine: Installed, model: Path, adapters: Any, tmp_path: Path) -> None:
+    build = engine_build(Inference(python=str(engine.python), version=engine.record.version), tmp_path)
+    assert build.version.partition("+")[0] == engine.record.version
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     for name, content in adapters(5).files.items():
         (adapter / name).write_bytes(content)
-    server = Server(model, tmp_path, python)
+    server = Server(model, tmp_path, engine.python)
     server.start()
     try:
         server.wait_until_healthy()

@@ -12,8 +12,9 @@ from typing import Any
 import pydantic
 import pytest
 
-from kestrl._app.local.engine_python import is_version, write_engine_folder
+from kestrl._app.engines.interpreter import write_engine_folder
 from kestrl._shared.engine_failure import VARIABLE, read
+from kestrl._shared.spec.inference import is_version
 from kestrl.engines.vllm import Vllm
 from kestrl_inference.inside.launcher import read_options, restore_policy, server_arguments
 from kestrl_inference.inside.versions import doubt, facts_of, matches

@@ -38,6 +38,7 @@ COMMANDS = {
         "jobs",
         "Check whether this machine can run a job and report what is missing. Exit code 2 if anything is.",
     ),
+    "engine": Listed("engines", "Install inference engines, each in an environment of its own."),
     "schema": Listed("jobs", "Print the JSON Schema of a manifest."),
     "version": Listed("jobs", "Print the version."),
     "status": Listed("runs", "Show the state of a run: progress, components, failures, and the next command."),

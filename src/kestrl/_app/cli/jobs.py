@@ -35,6 +35,8 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
+    from kestrl._app.engines import interpreter
+    from kestrl._app.engines.store import in_use
     from kestrl._app.local.rundir import open_run
     from kestrl._app.local.runner import Options, run_job
 
@@ -48,7 +50,10 @@ def run(
         base_port=base_port,
         active_deadline=job.spec.active_deadline,
     )
-    raise typer.Exit(run_job(job, folder, options, console, resumed=resumed))
+    python = interpreter.engine_python(job.spec.inference, options.manifest_dir)
+    with in_use(None if python is None else Path(python)):
+        code = run_job(job, folder, options, console, resumed=resumed)
+    raise typer.Exit(code)
 
 
 def validate(

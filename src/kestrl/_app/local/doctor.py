@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
 
+from kestrl._app.engines.interpreter import engine_build, installed_engine
 from kestrl._app.local.check import check_job
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
-from kestrl._app.local.engine_python import engine_build, installed_engine
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import local_devices, storage_root
 from kestrl._shared.plan.devices import assigned_devices, device_needs

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kestrl._app.engines.variables import engine_environment
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.logs import Log, tail
 from kestrl._shared import process_guard
@@ -23,10 +24,6 @@ STOP_SECONDS = 40.0
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
 """Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
 compilation on every start, and credentials belong to the run."""
-PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX"})
-"""Variables of the shell's interpreter, which an engine's own does not inherit."""
-ENGINE_PREFIX = "VLLM_"
-"""Prefix of an engine's settings, which come from the job alone: inherited ones could change what it samples."""
 
 
 @dataclass(slots=True)
@@ -123,26 +120,6 @@ class Launcher:
         assert process.stdout is not None
         logging = asyncio.create_task(log.copy(process.stdout), name=f"log-{component.name}")
         return Running(component=component, process=process, guard_pipe=guard_pipe, logging=logging)
-
-
-def engine_environment(inherited: Mapping[str, str], python: str | None) -> dict[str, str]:
-    """What an engine inherits: neither another interpreter's variables nor settings of engines; programs of its own
-    environment come first on its PATH.
-    """
-    kept = {
-        key: value
-        for key, value in inherited.items()
-        if key not in PYTHON_VARIABLES and not key.startswith(ENGINE_PREFIX)
-    }
-    if python is not None:
-        kept["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), kept.get("PATH"))))
-    return kept
-
-
-def unused_variables() -> str:
-    """Warning of settings in the shell that engines do not get; empty if there are none."""
-    names = sorted(name for name in os.environ if name.startswith(ENGINE_PREFIX))
-    return f"engines do not get {', '.join(names)} of this shell; use inference.args" if names else ""
 
 
 def last_error(log: Path) -> str:

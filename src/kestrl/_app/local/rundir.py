@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
-from kestrl._app.local.engine_python import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.runner_record import RunnerRecord
 from kestrl._shared.spec import AgentRLJob, parse_job

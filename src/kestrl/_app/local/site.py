@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_build, engine_python
+from kestrl._app.engines.variables import unused_variables
 from kestrl._app.local.devices import LocalDevice, devices_for
-from kestrl._app.local.engine_python import ENGINE_FOLDER, engine_build, engine_python
 from kestrl._app.local.memory import machine_devices
-from kestrl._app.local.processes import unused_variables
 from kestrl._app.local.rundir import RunDir
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs

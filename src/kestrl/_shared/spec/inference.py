@@ -13,6 +13,11 @@ VERSION = r"^[0-9]+(\.[0-9]+){0,3}[0-9A-Za-z.+-]*$"
 """A release such as 0.32 or 0.32.1, or a build such as 0.32.1+cu130."""
 
 
+def is_version(version: str, wanted: str) -> bool:
+    """Whether a version is the wanted one: `0.32` stands for its patch releases and their builds."""
+    return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
+
+
 class Accelerator(Model):
     """Devices of a component."""
 
@@ -29,7 +34,8 @@ class Inference(Model):
     """Engine software."""
     python: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Interpreter that has the engine, such as ~/vllm/bin/python; relative to the manifest. On a cluster it is one of
-    the engine's image. Default: KestRL's own, and `python` in an image."""
+    the engine's image. Default: an installed engine that fits (`kestrl engine install`), else KestRL's own; in an
+    image `python`."""
     version: Annotated[str, Field(pattern=VERSION, max_length=64)] | None = None
     """Version that the engine must have: "0.32" stands for each of its patch releases. Default: any."""
     replicas: Annotated[int, Field(ge=1, le=256)] = 1

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrl._app.local.check import check_job
-from kestrl._app.local.engine_python import (
+from kestrl._app.engines.interpreter import (
     EngineBuild,
     engine_build,
     engine_python,
@@ -20,7 +19,9 @@ from kestrl._app.local.engine_python import (
     misfit,
     write_engine_folder,
 )
-from kestrl._app.local.processes import Launcher, engine_environment, unused_variables
+from kestrl._app.engines.variables import engine_environment, unused_variables
+from kestrl._app.local.check import check_job
+from kestrl._app.local.processes import Launcher
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.spec import AgentRLJob, parse_job, with_overrides
 from kestrl._shared.spec.inference import Accelerator, Inference

@@ -16,14 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kestrl._app.local.processes import engine_environment
-from kestrl._shared.spec.inference import Inference
+from kestrl._app.engines.builds import PACKAGES, Wanted
+from kestrl._app.engines.store import Installed, engines_folder, fitting
+from kestrl._app.engines.variables import engine_environment
+from kestrl._shared.spec.inference import Inference, is_version
 from kestrl.errors import UserInputError
 
 ENGINE_FOLDER = "engine"
 """Name of the folder of ours in that of a run."""
 PACKAGE, PART = "kestrl_inference", "inside"
-FIELD, VERSION_FIELD = "spec.inference.python", "spec.inference.version"
+FIELD, VERSION_FIELD, ENGINE_FIELD = "spec.inference.python", "spec.inference.version", "spec.inference.engine"
 SECONDS = 60.0
 """Time limit of an interpreter's answer: a first start from a network's file system is slow."""
 LONGEST_OUTPUT = 300
@@ -66,11 +68,18 @@ class EngineBuild:
 
 
 def engine_python(inference: Inference, base: Path) -> str | None:
-    """Absolute path of the interpreter of a manifest; links are kept, since they tell an environment's from the one
-    that it was made with.
+    """Absolute path of the interpreter of a manifest, or of the installed engine that fits it; None for our own. Links
+    are kept, since they tell an environment's from the one that it was made with.
     """
     named = inference.python
-    return None if named is None else os.path.abspath(base / Path(named).expanduser())  # noqa: PTH100 - keeps links
+    if named is not None:
+        return os.path.abspath(base / Path(named).expanduser())  # noqa: PTH100 - keeps links
+    fit = _fit(inference)
+    return None if fit is None else str(fit.python)
+
+
+def _fit(inference: Inference) -> Installed | None:
+    return fitting(engines_folder(), inference.engine, inference.version, inference.accelerator.profile)
 
 
 def engine_build(inference: Inference, base: Path) -> EngineBuild:
@@ -86,41 +95,57 @@ def engine_build(inference: Inference, base: Path) -> EngineBuild:
 
 
 def installed_engine(inference: Inference, base: Path) -> EngineBuild:
-    """The engine that the interpreter of a manifest has.
+    """The engine of the interpreter that a manifest names, else the installed one that fits it, else our own
+    interpreter's.
 
     Raises:
-        UserInputError: It has none, or is no interpreter. The message has the field and the fix.
+        UserInputError: There is none, or the interpreter is none. The message has the field and the fix.
     """
-    python = engine_python(inference, base) or sys.executable
-    described = _description(python, inference.engine)
+    fit = None if inference.python is not None else _fit(inference)
+    python = (engine_python(inference, base) if fit is None else str(fit.python)) or sys.executable
+    try:
+        described = _description(python, inference.engine)
+    except UserInputError as error:
+        if fit is None:
+            raise
+        again = f"remove it and install it again: kestrl engine remove {fit}"
+        raise UserInputError(f"{ENGINE_FIELD}: the installed {fit} is damaged; {again} ({error})") from error
     installed: dict[str, str] = described["distributions"]
     if not set(installed) - {ASCEND_BUILD}:
+        if inference.python is None:
+            raise UserInputError(f"{ENGINE_FIELD}: there is no {inference.engine} here; {_installation(inference)}")
         package = CPU_BUILD if inference.accelerator.profile == "cpu" else "vllm"
         raise UserInputError(
             f"{FIELD}: {python} has no {inference.engine}; install it there (uv pip install --python "
             f"{shlex.quote(python)} {package}), or name an interpreter that has it (--engine-python)"
         )
-    return EngineBuild(python=python, distributions=installed, doubt=described["doubt"])
+    doubts = [described["doubt"]]
+    if fit is not None and not fit.verified:
+        doubts.append(f"{fit} was not tried with kestrl; run: kestrl engine check {fit}")
+    return EngineBuild(python=python, distributions=installed, doubt="; ".join(filter(None, doubts)))
+
+
+def _installation(inference: Inference) -> str:
+    """The command that installs what a job needs."""
+    device = inference.accelerator.profile
+    if (inference.engine, device) not in PACKAGES:
+        return f"name an interpreter with {inference.engine} for {device} (inference.python, --engine-python)"
+    wanted = Wanted(engine=inference.engine, version=inference.version, device=device)
+    return f"run: kestrl engine install {wanted}"
 
 
 def misfit(build: EngineBuild, inference: Inference) -> str:
     """Why an engine does not serve a job; empty if it does."""
     wanted, profile = inference.version, inference.accelerator.profile
+    named = inference.python is not None
     if wanted is not None and not is_version(build.version, wanted):
-        return (
-            f"{VERSION_FIELD}: {wanted} is asked for, and {build.python} has {build}; name an interpreter with it "
-            "(inference.python, --engine-python), or change the field"
-        )
-    if profile == "cpu" and not build.cpu:
-        return (
-            f"{FIELD}: {build.python} has {build}, which is not built for CPUs; install {CPU_BUILD} in another "
-            "environment, or set inference.accelerator.profile"
-        )
-    if profile != "cpu" and build.cpu:
-        return (
-            f"{FIELD}: {build.python} has {build}, which is built for CPUs; name an interpreter with a build for "
-            f"profile {profile}"
-        )
+        other = "name an interpreter with it (inference.python, --engine-python)"
+        change = other if named else _installation(inference)
+        return f"{VERSION_FIELD}: {wanted} is asked for, and {build.python} has {build}; {change}, or change the field"
+    if (profile == "cpu") != build.cpu:
+        built = "built for CPUs" if build.cpu else "not built for CPUs"
+        change = f"name one with a build for profile {profile}" if named else _installation(inference)
+        return f"{FIELD}: {build.python} has {build}, which is {built}; {change}"
     if profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
         return f"{FIELD}: {build.python} has {build}, and profile {profile} needs {ASCEND_BUILD}; install it there"
     return ""
@@ -164,11 +189,6 @@ def _description(python: str, engine: str) -> dict[str, Any]:
         raise UserInputError(
             f"{FIELD}: {python} is no interpreter with an engine: {lines[-1][:LONGEST_OUTPUT]}; name one that has it"
         ) from error
-
-
-def is_version(version: str, wanted: str) -> bool:
-    """Whether a version is the wanted one: `0.32` stands for its patch releases and their builds."""
-    return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
 
 
 def write_engine_folder(folder: Path) -> None:

@@ -1,0 +1,33 @@
+"""Environment variables of an engine's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX"})
+"""Variables of the shell's interpreter, which another one does not inherit."""
+ENGINE_PREFIX = "VLLM_"
+"""Prefix of an engine's settings, which come from the job alone: inherited ones could change what it samples."""
+
+
+def without_python(inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a program inherits that works on another interpreter."""
+    return {key: value for key, value in inherited.items() if key not in PYTHON_VARIABLES}
+
+
+def engine_environment(inherited: Mapping[str, str], python: str | None) -> dict[str, str]:
+    """What an engine inherits: neither another interpreter's variables nor settings of engines; programs of its own
+    environment come first on its PATH.
+    """
+    kept = {key: value for key, value in without_python(inherited).items() if not key.startswith(ENGINE_PREFIX)}
+    if python is not None:
+        kept["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), kept.get("PATH"))))
+    return kept
+
+
+def unused_variables() -> str:
+    """Warning of settings in the shell that engines do not get; empty if there are none."""
+    names = sorted(name for name in os.environ if name.startswith(ENGINE_PREFIX))
+    return f"engines do not get {', '.join(names)} of this shell; use inference.args" if names else ""

@@ -21,7 +21,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from tests.program import run_program
 
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl._shared.plan.tools import tool_entries
@@ -147,15 +147,7 @@ class Page:
         if content.get("kind") == "AgentRLJob":
             manifest = self._folder / (block.file or f"line-{block.line}.yaml")
             manifest.write_text(block.text, encoding="utf-8")
-            done = subprocess.run(
-                [sys.executable, "-m", "kestrl._app.cli.main", "validate", manifest.name],
-                cwd=self._folder,
-                env={**os.environ, "COLUMNS": "200"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=50,
-            )
+            done = run_program("validate", manifest.name, cwd=self._folder, env={**os.environ, "COLUMNS": "200"})
             assert done.returncode == 0, done.stdout + done.stderr
         if "spec" in content:
             self._load(content["spec"])

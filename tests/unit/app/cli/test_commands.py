@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from tests.program import run_program
 
 from kestrl._app.cli.commands import COMMANDS
 from kestrl.api.common.v1 import common_pb2
@@ -39,14 +40,7 @@ ROOT = Path(__file__).parents[4]
 
 def kestrl(*arguments: str | Path, code: int = 0, **environment: str) -> str:
     """Runs the program as a person would; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kestrl._app.cli.main", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
+    done = run_program(*arguments, env={**os.environ, "COLUMNS": "200", **environment})
     printed = done.stdout + done.stderr
     assert "Traceback" not in printed, printed
     assert done.returncode == code, printed

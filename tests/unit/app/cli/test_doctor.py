@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.fakes.collector import collecting
+from tests.program import run_program
 
 from kestrl._app.local import doctor
 from kestrl._shared.spec import read_job
@@ -19,14 +18,7 @@ QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 
 def examined(*arguments: str | Path, code: int, **environment: str) -> dict[str, list[str]]:
     """Lines by what was looked at."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kestrl._app.cli.main", "doctor", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env=os.environ | environment,
-    )
+    done = run_program("doctor", *arguments, env=os.environ | environment)
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, list[str]] = {}
     name = ""

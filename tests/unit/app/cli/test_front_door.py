@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.program import run_program
 
 from kestrl._app.local.progress import Progress as LocalProgress
 from kestrl._app.local.rundir import RunDir, make_folders
@@ -39,15 +40,7 @@ MANIFEST: dict[str, Any] = {
 
 def kestrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command in a folder; a traceback is never an answer."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "kestrl._app.cli.main", *arguments],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    ended = run_program(*arguments, cwd=folder, env=ENVIRONMENT)
     assert "Traceback" not in ended.stderr, ended.stderr
     return ended
 

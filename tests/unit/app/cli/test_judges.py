@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from tests.fakes.judge_model import Asked, Said, ScriptedJudge, decided, graded
 from tests.fakes.ports import free_port
+from tests.program import run_program
 from tests.unit.judge.rulers import episode, group, honest
 
 from kestrl._app.local.rundir import open_run
@@ -30,15 +30,10 @@ def fair(asked: Asked) -> Said:
 
 async def kestrl(*arguments: str | Path, code: int = 0, **environment: str) -> str:
     """Runs the program as a person would; returns what it printed."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kestrl._app.cli.main", *map(str, arguments)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
-    printed = (await asyncio.wait_for(process.communicate(), 50))[0].decode()
+    ended = await asyncio.to_thread(run_program, *arguments, env={**os.environ, "COLUMNS": "200", **environment})
+    printed = ended.stdout + ended.stderr
     assert "Traceback" not in printed, printed
-    assert process.returncode == code, printed
+    assert ended.returncode == code, printed
     return printed
 
 

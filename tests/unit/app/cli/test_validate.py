@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.program import run_program
 
 from kestrl._shared import checking
 from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
@@ -61,14 +62,7 @@ class Project:
         (self.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         manifest = {"apiVersion": "kestrl.dev/v1alpha1", "kind": "AgentRLJob", "metadata": {"name": "job"}}
         (self.folder / "job.yaml").write_text(yaml.safe_dump({**manifest, "spec": self.spec}))
-        return subprocess.run(
-            [sys.executable, "-m", "kestrl._app.cli.main", command, "job.yaml", *arguments],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-        )
+        return run_program(command, "job.yaml", *arguments, cwd=self.folder)
 
     def refused(self, *arguments: str) -> str:
         ended = self.kestrl("validate", *arguments)

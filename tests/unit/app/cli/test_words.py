@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
+from tests.program import run_program
 
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.sft import SFTJob
@@ -48,14 +47,7 @@ THRESHOLD: dict[str, Any] = {
 def refused(folder: Path, command: str, manifest: dict[str, Any], *overrides: str) -> str:
     (folder / "job.yaml").write_text(yaml.safe_dump(manifest))
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "kestrl._app.cli.main", command, "job.yaml", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    ended = run_program(command, "job.yaml", *arguments, cwd=folder)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert not (folder / "runs").exists()
     return ended.stderr

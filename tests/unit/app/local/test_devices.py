@@ -6,11 +6,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from tests.program import run_program
 
 from kestrl._app.cli.sft import device_environment
 from kestrl._app.local import doctor
@@ -81,17 +81,10 @@ def planned(tmp_path: Path, *overrides: str) -> dict[str, Component]:
 
 def plan_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     overrides = [argument for override in NVIDIA for argument in ("--set", override)]
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "kestrl._app.cli.main", "plan", str(QUICKSTART), "--runs", str(tmp_path)),
-            *(*overrides, *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    command = ("plan", str(QUICKSTART), "--runs", str(tmp_path), *overrides, *arguments)
+    done = run_program(*command, env={**os.environ, "COLUMNS": "200"}, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def visible(components: Mapping[str, Component], variable: str = "CUDA_VISIBLE_DEVICES") -> dict[str, str]:

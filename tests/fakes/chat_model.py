@@ -4,7 +4,7 @@
         ...  # OpenAI(base_url=chat.url, api_key="key")
 
 A script gets the request's JSON and returns the message, `{"content": ...}` or `{"tool_calls": [(name, arguments)]}`,
-or an HTTP status to fail with.
+an HTTP status to fail with, or the bytes of an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
-Script = Callable[[Mapping[str, Any]], Mapping[str, Any] | int]
+Script = Callable[[Mapping[str, Any]], Mapping[str, Any] | int | bytes]
 
 
 class ScriptedChat:
@@ -36,8 +36,7 @@ class ScriptedChat:
                 chat.keys.add(self.headers["authorization"])
                 answer = script(body)
                 status = answer if isinstance(answer, int) else 200
-                reply = {"error": {"message": "scripted"}} if isinstance(answer, int) else completion(body, answer)
-                content = json.dumps(reply).encode()
+                content = answer if isinstance(answer, bytes) else json.dumps(_reply(body, answer)).encode()
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(content)))
@@ -65,6 +64,10 @@ class ScriptedChat:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _reply(request: Mapping[str, Any], answer: Mapping[str, Any] | int) -> dict[str, Any]:
+    return {"error": {"message": "scripted"}} if isinstance(answer, int) else completion(request, answer)
 
 
 def completion(request: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:

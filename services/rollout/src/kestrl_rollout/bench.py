@@ -38,7 +38,8 @@ from kestrl.episode.codec import group_from_proto, group_to_proto
 from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.redaction import Redactor
 from kestrl.tools import ToolSchema
-from kestrl.tools.shapes import is_mapping
+from kestrl.tools.shapes import is_mapping, json_problem
+from kestrl_rollout.bench_completion import Completion, CompletionCall, NotACompletion, read_completion
 from kestrl_rollout.bench_result import write_result
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import ToolAnswer, ToolList, ToolSession
@@ -188,11 +189,10 @@ class Bench:
             room = self._settings.max_tokens - attempt.completion_tokens
             if room <= 0:
                 return StopReason.MAX_TOKENS
-            choice = await self._complete(list(tools.values()), attempt, min(room, self._settings.max_tokens_per_turn))
-            calls: Sequence[Any] = choice.message.tool_calls or ()
-            if not calls:
-                return StopReason.MAX_TOKENS if choice.finish_reason == "length" else StopReason.ANSWERED
-            for index, call in enumerate(calls):
+            said = await self._complete(list(tools.values()), attempt, min(room, self._settings.max_tokens_per_turn))
+            if not said.calls:
+                return StopReason.MAX_TOKENS if said.finish_reason == "length" else StopReason.ANSWERED
+            for index, call in enumerate(said.calls):
                 done, final = await self._call(tools, session, call, index, len(attempt.turns) - 1)
                 attempt.calls.append(done)
                 attempt.messages.append({"role": "tool", "tool_call_id": call.id, "content": done.text})
@@ -200,7 +200,7 @@ class Bench:
                     return StopReason.FINAL_TOOL
         return StopReason.MAX_TURNS
 
-    async def _complete(self, tools: Sequence[ToolSchema], attempt: _Attempt, most: int) -> Any:
+    async def _complete(self, tools: Sequence[ToolSchema], attempt: _Attempt, most: int) -> Completion:
         """The model's next turn, recorded.
 
         Raises:
@@ -219,11 +219,12 @@ class Bench:
         began = time.monotonic()
         attempt.completions += 1
         try:
-            answer: Any = await self._client.chat.completions.create(**arguments)
+            answer: Any = await self._client.chat.completions.with_raw_response.create(**arguments)
+            said = read_completion(answer.http_response.content, self._redactor)
         except APIStatusError as error:
             text = self._redactor.text(f"{endpoint.model}: HTTP {error.status_code}: {error.message}")[:500]
             raise EngineFailure(text, code=_status_code(error.status_code)) from error
-        except AnswerTooLong as error:
+        except (AnswerTooLong, NotACompletion) as error:
             raise EngineFailure(f"{endpoint.model}: {error}", code="bad_answer") from error
         except APITimeoutError as error:
             text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
@@ -231,26 +232,22 @@ class Bench:
         except APIConnectionError as error:
             text = f"{endpoint.model}: {endpoint.url or 'the endpoint'} cannot be reached: {error}"
             raise EngineFailure(text, code="endpoint_unreachable") from error
-        if not answer.choices:
-            raise EngineFailure(f"{endpoint.model}: a completion without a choice", code="bad_answer")
-        choice = answer.choices[0]
-        self._count_tokens(answer.usage, attempt)
-        said: dict[str, Any] = choice.message.model_dump(exclude_none=True, mode="json")
-        attempt.messages.append(json.loads(self._redactor.text(json.dumps(said))))
+        self._count_tokens(said, attempt)
+        attempt.messages.append(dict(said.message))
         attempt.turns.append(
             Turn(
                 index=len(attempt.turns),
                 row=0,
                 start=0,
                 end=0,
-                text=self._redactor.text(choice.message.content or ""),
-                finish_reason=choice.finish_reason or "stop",
+                text=said.text,
+                finish_reason=said.finish_reason,
                 engine=endpoint.model,
                 policy=endpoint.model,
                 seconds=time.monotonic() - began,
             )
         )
-        return choice
+        return said
 
     def _check_budget(self) -> None:
         endpoint = self._settings.endpoint
@@ -258,19 +255,18 @@ class Bench:
             text = f"{endpoint.model}: {self._used_tokens} tokens used, of {endpoint.budget_tokens} of --budget-tokens"
             raise EngineFailure(text, code="budget_used_up")
 
-    def _count_tokens(self, usage: Any, attempt: _Attempt) -> None:
-        if usage:
-            attempt.prompt_tokens += usage.prompt_tokens
-            attempt.completion_tokens += usage.completion_tokens
-            self._used_tokens += usage.prompt_tokens + usage.completion_tokens
-        elif self._settings.endpoint.budget_tokens is not None:
+    def _count_tokens(self, said: Completion, attempt: _Attempt) -> None:
+        if not said.counted and self._settings.endpoint.budget_tokens is not None:
             text = f"{self._settings.endpoint.model}: a completion without usage, which --budget-tokens needs"
             raise EngineFailure(text, code="no_usage")
+        attempt.prompt_tokens += said.prompt_tokens
+        attempt.completion_tokens += said.completion_tokens
+        self._used_tokens += said.prompt_tokens + said.completion_tokens
 
     async def _call(
-        self, tools: Mapping[str, ToolSchema], session: ToolSession, call: Any, index: int, turn: int
+        self, tools: Mapping[str, ToolSchema], session: ToolSession, call: CompletionCall, index: int, turn: int
     ) -> tuple[ToolCall, bool]:
-        name, raw = str(call.function.name), str(call.function.arguments)
+        name, raw = call.name, call.arguments
         began = time.monotonic()
         arguments: Any = None
         try:
@@ -280,6 +276,9 @@ class Bench:
             problem = CallOutcome.INVALID_JSON
         if problem is not None:
             answer = _refused(problem, "Error: the arguments are not a JSON object. Send the call again.")
+        elif reason := json_problem(arguments):
+            arguments = None
+            answer = _refused(CallOutcome.SCHEMA_VIOLATION, f"Error: the arguments cannot be sent: {reason}.")
         elif name not in tools:
             answer = _refused(CallOutcome.UNKNOWN_TOOL, f"Error: there is no tool {name!r}. Use: {', '.join(tools)}.")
         elif index >= self._settings.max_parallel_calls:

@@ -131,6 +131,59 @@ def test_a_budget_ends_the_requests_and_the_rest_is_not_scored(tmp_path: Path):
     assert "openai:dear: failures, which are in no mean: engine/budget_used_up 4" in printed
 
 
+NO_COMPLETIONS = [
+    b"[" * 50_000,
+    b'{"choices": {"0": 1}}',
+    b'{"choices": [{"message": "x"}]}',
+    b'{"choices": [{"message": {"content": {"a": ' + b"[" * 200 + b"]" * 200 + b"}}}]}",
+    b'{"choices": [{"message": {"content": [1]}}]}',
+    b'{"choices": [{"message": {"tool_calls": {"a": 1}}}]}',
+    b'{"choices": [{"message": {"tool_calls": [{"function": {"name": 1}}]}}]}',
+    b'{"choices": [' + b"{}," * 1_100_000 + b"{}]}",
+    b'{"choices": [{"message": {"content": "x", "n": ' + b"9" * 5_000 + b"}}]}",
+    b"\xff\xfe",
+]
+
+
+def test_an_answer_that_is_no_completion_is_the_endpoints_failure(tmp_path: Path):
+    """The rest is scored: what a server sends ends no run."""
+    answers, lock = iter(NO_COMPLETIONS), Lock()
+
+    def answer(_request: Mapping[str, Any]) -> dict[str, Any] | bytes:
+        with lock:
+            return next(answers, None) or {"content": "I give up."}
+
+    with ScriptedChat(answer) as chat:
+        printed, means = run_bench(chat, tmp_path, "odd", "--samples", "2", "--temperature", "1")
+    assert means["episodes"] == 12
+    assert means["exceptions"] == means["exceptions_engine"] == len(NO_COMPLETIONS)
+    assert f"engine/bad_answer {len(NO_COMPLETIONS)}" in printed
+
+
+def test_what_a_completion_says_is_taken_as_far_as_it_can_be_kept(tmp_path: Path):
+    """Surrogates, arguments of any form, thousands of calls, and numbers of tokens that are none."""
+    calls = [{"id": 7, "function": {"name": "search_emails", "arguments": {"keywords": 3}}}] * 5_000
+    calls[1] = {"id": "x", "function": {"name": "search_emails", "arguments": '{"keywords": NaN}'}}
+    odd = {
+        "choices": [{"finish_reason": 3, "message": {"content": "\ud800 cut", "tool_calls": calls}}],
+        "usage": {"prompt_tokens": -1_000_000, "completion_tokens": True},
+    }
+
+    def answer(request: Mapping[str, Any]) -> dict[str, Any] | bytes:
+        turn = sum(message["role"] == "assistant" for message in request["messages"])
+        return {"content": "I give up."} if turn else json.dumps(odd).encode()
+
+    with ScriptedChat(answer) as chat:
+        _, means = run_bench(chat, tmp_path, "odd")
+        (again, *_) = [request for request in chat.requests if len(request["messages"]) > 2]
+    assert (means["episodes"], means["exceptions"], means["num_turns"]) == (6, 0, 2)
+    assert means["completion_tokens"] == 10
+    said = again["messages"][2]
+    assert (said["role"], said["content"], len(said["tool_calls"])) == ("assistant", "? cut", 128)
+    assert said["tool_calls"][0]["id"] == "call_0"
+    assert "cannot be sent" in again["messages"][4]["content"]
+
+
 def test_no_more_episodes_run_at_once_than_the_job_says(tmp_path: Path):
     lock, full, running, most = Lock(), Event(), 0, 0
 

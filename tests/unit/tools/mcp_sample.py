@@ -2,12 +2,13 @@
 
 The file has `tools` (as in tools/list) and, if a fault is wanted, `fault`. Calls: `echo` repeats its text, `die` ends
 the process, `leak` too, with the variable API_KEY as its last words, `sleep` never answers, `pid` answers with the
-process id, `env` with the variables, `raise` with a JSON-RPC error, `refuse` with isError, `cancelled` with the number
-of cancelled requests.
+process id, `env` with the variables, `key` with the digest of API_KEY, `later` with what is written to a FIFO, `raise`
+with a JSON-RPC error, `refuse` with isError, `cancelled` with the number of cancelled requests.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -38,6 +39,10 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
             return text(str(os.getpid()))
         case "env":
             return text(json.dumps(dict(os.environ)))
+        case "key":
+            return text(hashlib.sha256(os.environ["API_KEY"].encode()).hexdigest())
+        case "later":
+            return text(Path(arguments["text"]).read_text())
         case "cancelled":
             return text(json.dumps(len(cancelled)))
         case "raise":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from kestrl_tools.tool_threads import ToolThreads
 SAMPLE = Path(__file__).with_name("mcp_sample.py")
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 ANY: dict[str, Any] = {"type": "object"}
-NAMES = ("echo", "die", "sleep", "pid", "env", "cancelled", "raise", "refuse", "structured", "huge")
+NAMES = ("echo", "die", "sleep", "pid", "env", "cancelled", "raise", "refuse", "structured", "huge", "key", "later")
 
 
 def sample_tools(**changed: Any) -> list[dict[str, Any]]:
@@ -199,6 +200,54 @@ async def test_the_program_gets_its_variables_and_no_credentials(
     found = json.loads(result.text)
     assert (found["LEVEL"], found["API_KEY"]) == ("debug", "Bearer s3cret")
     assert not [name for name in found if name.startswith("KESTRL_")]
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(f"Bearer {key}".encode()).hexdigest()
+
+
+@pytest.mark.parametrize("per_episode", [False, True], ids=["shared", "per-episode"])
+async def test_a_program_is_started_again_once_its_credential_has_changed(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, per_episode: bool
+) -> None:
+    """The file of a mounted Secret changes: the next call of a shared program, or the next episode, has the new one."""
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(tmp_path))
+    file = tmp_path / "KESTRL_TOOL_SECRET_0"
+    file.write_text("first-0123")
+    secret = {"API_KEY": SecretText(variable=file.name, prefix="Bearer ")}
+    async with running(sample.entry(per_episode=per_episode, secret_env=secret)) as provider:
+        session = await provider.open(NO_KWARGS)
+        before: Any = await session.call("pid", {}, {})
+        assert await session.call("pid", {}, {}) == before
+        file.write_text("second-0123")
+        if per_episode:
+            assert await session.call("pid", {}, {}) == before, "an episode keeps the program that has its state"
+            session = await provider.open(NO_KWARGS)
+        result: Any = await session.call("key", {}, {})
+        assert result.text == digest("second-0123")
+        after: Any = await session.call("pid", {}, {})
+        assert after != before
+
+
+async def test_a_program_that_is_started_again_ends_its_calls_before(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(tmp_path))
+    file, fifo = tmp_path / "KESTRL_TOOL_SECRET_0", tmp_path / "fifo"
+    file.write_text("first-0123")
+    os.mkfifo(fifo)
+    secret = {"API_KEY": SecretText(variable=file.name, prefix="Bearer ")}
+    async with running(sample.entry(secret_env=secret)) as provider:
+        session = await provider.open(NO_KWARGS)
+        running_call = asyncio.create_task(session.call("later", {"text": str(fifo)}, {}))
+        with await asyncio.to_thread(fifo.open, "w") as pipe:  # the program has opened it
+            file.write_text("second-0123")
+            next_call = asyncio.create_task(session.call("key", {}, {}))
+            done, _ = await asyncio.wait({next_call, running_call}, timeout=0.2)
+            assert not done
+            pipe.write("answered")
+        results: Any = await asyncio.gather(running_call, next_call)
+    assert [result.text for result in results] == ["answered", digest("second-0123")]
 
 
 async def test_a_credential_that_a_program_repeats_reaches_nobody(

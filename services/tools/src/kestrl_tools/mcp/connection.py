@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
 """Time limit of starting a server and of its handshake."""
 CLOSE_SECONDS = 10.0
+DRAIN_SECONDS = 60.0
+"""Time for the calls of a program that is replaced, since its credentials have changed."""
 MAX_PAGES = 100
 """Maximum pages of a list of tools."""
 FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
@@ -68,6 +70,11 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._program: Program | None = None
         self._flood, self._flooded = Flood(), False
+        self._variables: Mapping[str, str] | None = None
+        """Secrets that the program began with."""
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.lost = False
         """Whether a call found the connection lost."""
         self.list_changed = False
@@ -107,6 +114,19 @@ class Connection:
                 self._task.cancel()
                 await asyncio.wait(running, timeout=CLOSE_SECONDS)
 
+    @property
+    def outdated(self) -> bool:
+        """Whether the program began with credentials that have changed since."""
+        return self._variables is not None and self._variables != self._secret_variables()
+
+    async def drain(self) -> None:
+        """Waits for the end of the present calls, at most `DRAIN_SECONDS`."""
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("MCP server %s: is started again amid %d calls", self._name, self._running)
+
     async def list_tools(self) -> list[Listed]:
         """All tools of the server.
 
@@ -140,6 +160,16 @@ class Connection:
         return await self._asked(self._session.result().call_tool(tool, dict(arguments)), tool)
 
     async def _asked(self, work: Awaitable[Answer], tool: str = "") -> Answer:
+        self._running += 1
+        self._idle.clear()
+        try:
+            return await self._answered(work, tool)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _answered(self, work: Awaitable[Answer], tool: str) -> Answer:
         try:
             return await work
         except MCPError as error:
@@ -176,7 +206,8 @@ class Connection:
     async def _transport(self) -> AsyncGenerator[TransportStreams]:
         entry = self._entry
         if entry.url is None:
-            variables = {**entry.env, **{name: secret_text("mcp", text) for name, text in entry.secret_env.items()}}
+            self._variables = self._secret_variables()
+            variables = {**entry.env, **self._variables}
             self._program = Program.start(self._name, entry.command, variables, self._folder, self._redactor)
             async with stdio_transport(self._program) as streams:
                 yield streams
@@ -189,6 +220,9 @@ class Connection:
                 # Nothing is sent before there is a session.
                 client.event_hooks = {"request": [self._authenticate], "response": [bound]}
                 yield streams
+
+    def _secret_variables(self) -> dict[str, str]:
+        return {name: secret_text("mcp", text) for name, text in self._entry.secret_env.items()}
 
     def _secret_headers(self) -> dict[str, str]:
         return {name: secret_header("mcp", text) for name, text in self._entry.secret_headers.items()}
@@ -259,7 +293,7 @@ class Reconnecting:
             KestrlError: It offers other tools than it did.
         """
         current = self._connection
-        if current is not None and not current.lost:
+        if current is not None and not current.lost and not current.outdated:
             if current.list_changed:
                 await self._checked(current)
             return current
@@ -272,7 +306,7 @@ class Reconnecting:
     async def _connect(self) -> Connection:
         if self._closed:
             raise ServerUnavailable(f"{self._name}: the tool service is shutting down")
-        await self._drop()
+        await self._retire()
         await asyncio.sleep(self._wait)
         self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
         connection = self._make()
@@ -293,6 +327,14 @@ class Reconnecting:
         except KestrlError as error:
             self.problem = str(error)
             raise
+
+    async def _retire(self) -> None:
+        """Closes the last connection; one that can be used ends its calls before."""
+        if self._connection is not None and not self._connection.lost:
+            log.info("MCP server %s: is started again, since its credentials have changed", self._name)
+            self._wait = 0.0
+            await self._connection.drain()
+        await self._drop()
 
     async def _drop(self) -> None:
         connection, self._connection = self._connection, None

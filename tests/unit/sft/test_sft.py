@@ -81,6 +81,20 @@ def settings_of(tmp_path: Path, **training: Any) -> SFTSettings:
     return located(read_sft_job(manifest(tmp_path, **training)), base=tmp_path, folder=tmp_path / "run")
 
 
+def test_storage_is_waited_for_as_long_as_the_manifest_says(tmp_path: Path) -> None:
+    from kestrl._app.cli.sft import located
+    from kestrl._shared.spec.sft import read_sft_job
+
+    path = manifest(tmp_path)
+    document = json.loads(path.read_text())
+    assert settings_of(tmp_path).storage_seconds == 600.0
+    document["spec"]["storage"] = {"retryTimeout": "90s"}
+    path.write_text(json.dumps(document))
+    settings = located(read_sft_job(path), base=tmp_path, folder=tmp_path / "run")
+    run = SFTRun(settings)
+    assert run._store._patience.seconds == settings.storage_seconds == 90.0
+
+
 def test_the_learned_tokens_are_those_the_model_writes(tmp_path: Path) -> None:
     """Against the recipe of the demo model, which names each piece by hand."""
     tokenizer = Tokenizer.from_file(str(tiny() / "tokenizer.json"))

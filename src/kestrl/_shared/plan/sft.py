@@ -42,6 +42,8 @@ class SFTSettings(PolicySettings, RanksOfPods):
     algorithm: AlgorithmSettings
     storage: str
     """Address of the run's storage."""
+    storage_seconds: float = 600.0
+    """Time for which storage that does not answer, or denies what it allowed before, is asked again."""
     threads: int | None
     """torch threads of each rank; None leaves torch's choice."""
     python_path: tuple[str, ...] = ()
@@ -111,6 +113,7 @@ def sft_settings(
             loss="",
         ),
         storage=storage,
+        storage_seconds=spec.storage.retry_timeout,
         threads=spec.learner.threads,
         ranks=spec.learner.ranks,
         device=spec.learner.device,

@@ -74,10 +74,6 @@ def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
     return full_model.load(settings)
 
 
-STORAGE_SECONDS = 600.0
-"""Time for which storage that does not answer, or denies what it allowed before, is asked again."""
-
-
 def _unreported(_: str) -> None:
     """The store's own log line is the report of a wait, and the error that of a refusal."""
 
@@ -92,9 +88,8 @@ class SFTRun:
 
     def __init__(self, settings: SFTSettings, stopping: Callable[[], bool] = lambda: False) -> None:
         self._settings, self._stopping = settings, stopping
-        self._store = RunStore(
-            settings.storage, patience=Patience(STORAGE_SECONDS), refused=_unreported, waiting=_unreported
-        )
+        patience = Patience(settings.storage_seconds)
+        self._store = RunStore(settings.storage, patience=patience, refused=_unreported, waiting=_unreported)
         self._train = load_items(settings, settings.train, "spec.data.train")
         self._validation = (
             [] if settings.validation is None else load_items(settings, settings.validation, "spec.data.validation")

@@ -6,9 +6,10 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metric_pb
@@ -50,6 +51,8 @@ class Collector:
     """Spans by span id, at most `MAX_SPANS`."""
     metrics: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     """Metric names by service."""
+    credentials: list[str] = field(default_factory=list[str])
+    """The header Authorization of each request that has one."""
 
     def path(self, span: SeenSpan) -> str:
         """Span names from the root: `job > step > update`, without the prefix `kestrl.`."""
@@ -65,6 +68,13 @@ class Collector:
         return seen
 
 
+def _keep_credential(collector: Collector, context: Any) -> None:
+    """Keeps the credential of a request, from the metadata of gRPC or the headers of HTTP."""
+    sent = cast(Any, context) if isinstance(context, Message) else dict(context.invocation_metadata())
+    credential = sent.get("authorization")
+    collector.credentials += [] if credential is None else [credential]
+
+
 class _Metrics(metric_stubs.MetricsServiceServicer):
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -72,6 +82,7 @@ class _Metrics(metric_stubs.MetricsServiceServicer):
     def Export(
         self, request: metric_pb.ExportMetricsServiceRequest, context: Any
     ) -> metric_pb.ExportMetricsServiceResponse:
+        _keep_credential(self._collector, context)
         for resource in request.resource_metrics:
             facts = {item.key: item.value.string_value for item in resource.resource.attributes}
             names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
@@ -84,6 +95,7 @@ class _Servicer(stubs.TraceServiceServicer):
         self._collector = collector
 
     def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:
+        _keep_credential(self._collector, context)
         for resource in request.resource_spans:
             facts = {item.key: item.value.string_value for item in resource.resource.attributes}
             for scope in resource.scope_spans:
@@ -114,7 +126,8 @@ def _http_handler(servicers: Mapping[str, tuple[Any, Any]]) -> type[BaseHTTPRequ
         def do_POST(self) -> None:
             servicer, message = servicers[self.path.removeprefix("/otlp/v1/")]
             assert self.headers["Content-Type"] == "application/x-protobuf"
-            answer = servicer.Export(message.FromString(self.rfile.read(int(self.headers["Content-Length"]))), None)
+            request = message.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = servicer.Export(request, self.headers)
             body = answer.SerializeToString()
             self.send_response(200)
             self.send_header("Content-Type", "application/x-protobuf")

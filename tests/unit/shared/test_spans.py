@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from opentelemetry import context, trace
@@ -20,7 +21,7 @@ from kestrl._shared.telemetry import current_trace_id, span, trace_headers
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.telemetry.sampling import sampler
 from kestrl.engines.otlp import is_http, uses_http
-from kestrl.errors import EngineFailure
+from kestrl.errors import EngineFailure, UserInputError
 
 SAMPLED = SpanContext(7, 9, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 UNSAMPLED = SpanContext(7, 9, is_remote=True)
@@ -133,6 +134,41 @@ def test_spans_and_metrics_reach_a_collector(protocol: str) -> None:
     with collecting() as collector:
         exported(collector.endpoint if protocol == "grpc" else collector.http_endpoint, 0.0)
     assert names(collector) == ["kestrl.step"]
+
+
+ROTATING = """
+from pathlib import Path
+from opentelemetry import metrics, trace
+from kestrl._shared.telemetry import set_up, span
+set_up("rollout-0", job="j", run="r", endpoint={endpoint!r}, metrics_listen="127.0.0.1:0")
+for key in ("first", "second"):
+    Path({file!r}).write_text(f"Authorization=Bearer%20{{key}}")
+    with span("kestrl.step"):
+        pass
+    assert trace.get_tracer_provider().force_flush()
+    assert metrics.get_meter_provider().force_flush()
+"""
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_headers_of_a_file_are_read_anew_for_each_export(protocol: str, tmp_path: Path) -> None:
+    """Without another exporter for as long as they stay."""
+    file = tmp_path / "headers"
+    file.write_text("Authorization=Bearer%20first")
+    with collecting() as collector:
+        endpoint = collector.endpoint if protocol == "grpc" else collector.http_endpoint
+        code = ROTATING.format(endpoint=endpoint, file=str(file))
+        environment = {"KESTRL_OTLP_HEADERS_FILE": str(file)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert len(collector.spans) == 2
+    assert list(dict.fromkeys(collector.credentials)) == ["Bearer first", "Bearer second"]
+
+
+def test_a_file_of_headers_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KESTRL_OTLP_HEADERS_FILE", str(tmp_path / "none"))
+    with pytest.raises(UserInputError, match=r"KESTRL_OTLP_HEADERS_FILE: .*none cannot be read"):
+        kestrl._shared.telemetry.set_up("rollout-0", job="j", run="r", endpoint="http://127.0.0.1:4318")
 
 
 def test_the_standard_variables_name_endpoint_and_sampler() -> None:

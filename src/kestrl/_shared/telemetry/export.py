@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Mapping
+from functools import partial
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -17,6 +19,7 @@ from prometheus_client import start_http_server
 
 from kestrl._shared.telemetry.names import Attr
 from kestrl._shared.telemetry.root_ids import ROOT
+from kestrl._shared.telemetry.rotating import metric_exporter, span_exporter
 from kestrl._shared.telemetry.sampling import sampler
 from kestrl.engines.otlp import signal_url, uses_http
 from kestrl.errors import UserInputError
@@ -56,30 +59,34 @@ def export_spans(resource: Resource, endpoint: str | None, *, traced_groups: flo
     provider = TracerProvider(
         resource=resource, id_generator=RootIds(), sampler=None if configured else sampler(traced_groups)
     )
-    provider.add_span_processor(BatchSpanProcessor(_span_exporter(endpoint), max_queue_size=8192))
+    provider.add_span_processor(BatchSpanProcessor(span_exporter(partial(_of_spans, endpoint)), max_queue_size=8192))
     trace.set_tracer_provider(provider)
     atexit.register(provider.shutdown)
     return provider
 
 
-def _span_exporter(endpoint: str | None) -> SpanExporter:
+def _of_spans(endpoint: str | None, headers: Mapping[str, str] | None) -> SpanExporter:
     if uses_http(endpoint, "traces"):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-        return HttpExporter(endpoint=signal_url(endpoint, "traces") if endpoint else None)
+        return HttpExporter(endpoint=signal_url(endpoint, "traces") if endpoint else None, headers=headers)
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint))
+    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint), headers=_metadata(headers))
 
 
-def _metric_exporter(endpoint: str | None) -> MetricExporter:
+def _of_metrics(endpoint: str | None, headers: Mapping[str, str] | None) -> MetricExporter:
     if uses_http(endpoint, "metrics"):
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
 
-        return HttpExporter(endpoint=signal_url(endpoint, "metrics") if endpoint else None)
+        return HttpExporter(endpoint=signal_url(endpoint, "metrics") if endpoint else None, headers=headers)
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
 
-    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint))
+    return GrpcExporter(endpoint=endpoint, insecure=_insecure(endpoint), headers=_metadata(headers))
+
+
+def _metadata(headers: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if headers is None else {name.lower(): value for name, value in headers.items()}
 
 
 def _insecure(endpoint: str | None) -> bool | None:
@@ -96,7 +103,7 @@ def serve_metrics(resource: Resource, listen: str, *, exports: bool, endpoint: s
     """
     readers: list[MetricReader] = [PrometheusMetricReader()]
     if exports:
-        readers.append(PeriodicExportingMetricReader(_metric_exporter(endpoint)))
+        readers.append(PeriodicExportingMetricReader(metric_exporter(partial(_of_metrics, endpoint))))
     provider = MeterProvider(metric_readers=readers, resource=resource)
     metrics.set_meter_provider(provider)
     atexit.register(provider.shutdown)

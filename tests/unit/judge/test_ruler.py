@@ -15,9 +15,9 @@ from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, graded
 from tests.fakes.mounted_secret import MountedSecret
 from tests.unit.judge.rulers import QUESTION, episode, group, honest, ruled, ruler_entry, tool_call, value_of
 
-from kestrl.errors import Boundary
+from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
-from kestrl_judge.ruler import pacing
+from kestrl_judge.ruler import client, pacing
 from kestrl_judge.ruler.scorer import RulerScorer
 
 
@@ -401,6 +401,38 @@ async def test_a_rotated_key_is_sent_from_the_next_request_on(monkeypatch: pytes
             await scorer.score(group(f"{key}: 4", "5"), max_turns=5)
             assert server.asked[-1].headers["Authorization"] == f"Bearer {key}"
         await scorer.close()
+
+
+async def test_a_key_that_is_accepted_no_more_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server knows the new key before the file has it; one that it never accepted is refused at once."""
+    monkeypatch.setattr(client, "ROTATION_PAUSE", 0.05)
+    mounted = MountedSecret(tmp_path / "mounted")
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(mounted.folder))
+    mounted.write({"KESTRL_JUDGE_KEY_0": "sk-old-key"})
+    accepted = ["sk-old-key"]
+
+    def script(asked: Asked) -> Said | Refusal:
+        if asked.headers["Authorization"] == f"Bearer {accepted[0]}":
+            return fair(asked)
+        if len(server.asked) == 4:
+            mounted.write({"KESTRL_JUDGE_KEY_0": accepted[0]})
+        return Refusal(status=401, message="wrong key")
+
+    async with ScriptedJudge(script) as server:
+        entry = ruler_entry(server.url)
+        keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
+        scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
+        await scorer.open()
+        await scorer.score(group("4", "5"), max_turns=5)
+        accepted[0] = "sk-new-key"
+        scored = await scorer.score(group("6", "7"), max_turns=5)
+        assert len(server.asked) == 5
+        accepted[0] = "sk-unknown"
+        refused = await scorer.score(group("8", "9"), max_turns=5)
+        assert len(server.asked) == 5 + client.ATTEMPTS
+        await scorer.close()
+    assert not any(isinstance(verdict, Failure) for verdict in scored.verdicts.values())
+    assert all(isinstance(verdict, Failure) for verdict in refused.verdicts.values())
 
 
 async def test_every_request_counts_in_the_budget() -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 6
 """Attempts of one request, within the time limit of its group."""
+UNAUTHORIZED = 401
+ROTATION_PAUSE = 15.0
+"""Seconds between attempts with a key that the server does not accept any more: the file of a rotated one follows its
+Secret within about a minute."""
 TOO_MANY_REQUESTS = 429
 RETRIED = frozenset({408, 409, 425, TOO_MANY_REQUESTS, 500, 502, 503, 504, 529})
 NOT_CONNECTED = frozenset({"ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol"})
@@ -81,6 +85,8 @@ class JudgeClient:
         self.judge = judge
         header_value(self._key(), judge.key_variable or "")
         self._redactor = PresentRedactor(lambda: [self._key()])
+        self._accepted = False
+        """Whether the server has answered a request."""
         self.pacer = Pacer(concurrency)
         self._clients: Sequence[AsyncOpenAI] = [
             AsyncOpenAI(
@@ -168,6 +174,7 @@ class JudgeClient:
             try:
                 create: Any = client.chat.completions.with_raw_response.create
                 answer: Any = await create(model=self.judge.model, messages=list(messages), **options)
+                self._accepted = True
                 reply = read_reply(answer.http_response.content)
             except openai.APITimeoutError as error:
                 raise _Retried(Reason.TIMEOUT, f"no answer from {client.base_url} within its time limit") from error
@@ -198,6 +205,9 @@ class JudgeClient:
             asked = retry_after(error.response.headers)
             paced = status == TOO_MANY_REQUESTS
             return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=paced, sent=Sent.REFUSED)
+        if status == UNAUTHORIZED and self._accepted and self._key():
+            rotated = error.request.headers.get("Authorization") != f"Bearer {self._key()}"
+            return _Retried(Reason.REFUSED, message, asked=0.0 if rotated else ROTATION_PAUSE, sent=Sent.REFUSED)
         text = message.lower()
         too_large = error.code == "context_length_exceeded" or (
             "context" in text and any(word in text for word in ("length", "token", "window"))

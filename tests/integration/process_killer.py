@@ -15,10 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from kestrl._app.local.rundir import RunDir
+from kestrl._app.local.runner_record import ComponentRecord
 from kestrl._shared.process_guard import children
+from kestrl.runstate.state import RunState
+from kestrl.runstate.states import RunPhase
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 4.0
@@ -89,7 +91,7 @@ class Killer:
             if self._is_past(kill.moment) or (kill.moment in TRAINING and time.monotonic() > patience):
                 kill = replace(kill, moment=Moment.ANY)
                 break
-            if self._reported("progress").get("phase") != "training":
+            if self._state().activity.phase is not RunPhase.TRAINING:
                 patience = time.monotonic() + PATIENCE_SECONDS
             time.sleep(POLL_SECONDS)
         time.sleep(kill.delay)
@@ -107,41 +109,45 @@ class Killer:
 
     def _pid(self, name: str) -> int | None:
         """Pid of the component: the only child of the process guard in `run.json`."""
-        guard = self._reported("components").get(name, {}).get("pid", 0)
-        return next(iter(children(guard)), None) if guard else None
+        guard = self._components().get(name)
+        return next(iter(children(guard.pid)), None) if guard is not None and guard.pid else None
 
-    def _reported(self, part: str) -> dict[str, Any]:
-        return (self.run.read_json("run.json") or {}).get(part) or {}
+    def _components(self) -> Mapping[str, ComponentRecord]:
+        record = self.run.record()
+        return {} if record is None else record.components
+
+    def _state(self) -> RunState:
+        record = self.run.record()
+        return RunState() if record is None or record.state is None else record.state
 
     def _has_come(self, moment: Moment) -> bool:
-        progress = self._reported("progress")
-        phase, step = progress.get("phase"), int(progress.get("step", 0))
+        state = self._state()
+        phase, step = state.activity.phase, state.steps.done
         if moment is Moment.STARTING:
-            return phase == "starting" and bool(self._reported("components"))
+            return phase is RunPhase.STARTING and bool(self._components())
         if moment is Moment.BEFORE:
-            return phase == "evaluating" and step == 0
+            return phase is RunPhase.EVALUATING and step == 0
         if moment is Moment.AFTER:
-            return phase == "evaluating" and step == progress.get("total_steps")
-        if phase != "training":
+            return phase is RunPhase.EVALUATING and step == state.steps.total
+        if phase is not RunPhase.TRAINING:
             return False
         adapters = {folder: (folder / "manifest.json").exists() for folder in self._folders("adapters")}
         if moment is Moment.PUBLISHING:
             return not all(adapters.values())
         if moment is Moment.PROVING:
-            return max((int(folder.name[:6]) for folder in adapters), default=0) > _version(progress)
+            return max((int(folder.name[:6]) for folder in adapters), default=0) > _version(state)
         if moment is Moment.CHECKPOINT:
             return any(not (folder / "manifest.json").exists() for folder in self._folders("checkpoints"))
-        running = int(progress.get("groups_running", 0))
+        running = state.gauges.groups_running
         return running > 0 if moment is Moment.ROLLOUTS else running == 0
 
     def _is_past(self, moment: Moment) -> bool:
-        return moment in {Moment.STARTING, Moment.BEFORE} and self._reported("progress").get("phase") == "training"
+        return moment in {Moment.STARTING, Moment.BEFORE} and self._state().activity.phase is RunPhase.TRAINING
 
     def _folders(self, name: str) -> Iterator[Path]:
         with suppress(FileNotFoundError):
             yield from (self.run.path / name).iterdir()
 
 
-def _version(progress: Mapping[str, Any]) -> int:
-    name = progress.get("policy")
-    return -1 if name is None else int(str(name).split(".")[-2])
+def _version(state: RunState) -> int:
+    return -1 if state.policy.version is None else state.policy.version.step

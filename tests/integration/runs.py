@@ -79,7 +79,12 @@ def wait_for_step(run: RunDir, process: subprocess.Popen[str], step: int) -> Non
 
     def reached() -> bool:
         assert process.poll() is None, "it ended too early"
-        record = run.read_json("run.json") or {}
-        return record.get("pid") == process.pid and int(record.get("progress", {}).get("step", 0)) >= step
+        record = run.record()
+        return (
+            record is not None
+            and record.pid == process.pid
+            and record.state is not None
+            and record.state.steps.done >= step
+        )
 
     eventually(reached, 480)

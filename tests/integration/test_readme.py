@@ -70,7 +70,7 @@ class Person:
             record = json.loads((self.clone / "runs" / run / "run.json").read_text())
         except FileNotFoundError:
             return 0
-        return int(record.get("progress", {}).get("step", 0))
+        return int(((record.get("state") or {}).get("steps") or {}).get("done", 0))
 
 
 @pytest.fixture(scope="module")

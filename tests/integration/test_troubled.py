@@ -197,7 +197,11 @@ def test_an_adapter_replaced_in_the_engine_is_caught_within_a_step(staleness: in
     with subprocess.Popen(command(*arguments), cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         wait_for_step(run, process, 1)
         while process.poll() is None:  # a version that is replaced after its last rollout changes nothing
-            name = str((run.read_json("run.json") or {})["progress"]["policy"])
+            record = run.record()
+            assert record is not None
+            assert record.state is not None
+            assert record.state.policy.version is not None
+            name = record.state.policy.version.name
             if name in swapped:
                 time.sleep(0.05)
                 continue

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import Field
+
+from kestrl.runstate.part import Part
 
 FIRST = ("reward", "answer_correct", "num_turns", "tool_calls")
 """Metrics at the beginning of a line."""
@@ -13,8 +15,7 @@ LAST = ("tokens", "duration")
 """Endings of the names of metrics at its end."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Gathering:
+class Gathering(Part):
     """What has come in since the last step. Episodes that failed are counted by boundary and are in no mean."""
 
     wanted: int = 0
@@ -27,26 +28,43 @@ class Gathering:
     """Sampled tokens of these episodes."""
     seconds: float = 0.0
     """From the begin of the step to the last arrival."""
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    divisors: dict[str, int] = field(default_factory=dict[str, int])
+    sums: dict[str, float] = Field(default_factory=dict[str, float])
+    divisors: dict[str, int] = Field(default_factory=dict[str, int])
     """Episodes that have each metric."""
-    failures: Counter[str] = field(default_factory=Counter[str])
+    failures: dict[str, int] = Field(default_factory=dict[str, int])
     """Failed episodes and groups, by boundary."""
 
-    def add_group(self) -> None:
-        """Counts a group."""
-        self.groups += 1
+    def with_group(self, episodes: Sequence[Mapping[str, float]], *, tokens: int, seconds: float) -> Gathering:
+        """What has come in with one more group.
 
-    def add_episode(self, facts: Mapping[str, float], *, tokens: int) -> None:
-        """Adds a scored episode with the metrics that it has."""
-        self.episodes += 1
-        self.tokens += tokens
-        for name, value in facts.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.divisors[name] = self.divisors.get(name, 0) + 1
+        Args:
+            episodes: The metrics that each scored episode has.
+            tokens: Their sampled tokens.
+            seconds: From the begin of the step until now.
+        """
+        sums, divisors = dict(self.sums), dict(self.divisors)
+        for facts in episodes:
+            for name, value in facts.items():
+                sums[name] = sums.get(name, 0.0) + value
+                divisors[name] = divisors.get(name, 0) + 1
+        return self.model_copy(
+            update={
+                "groups": self.groups + 1,
+                "episodes": self.episodes + len(episodes),
+                "tokens": self.tokens + tokens,
+                "seconds": seconds,
+                "sums": sums,
+                "divisors": divisors,
+            }
+        )
+
+    def with_failure(self, boundary: str, *, seconds: float) -> Gathering:
+        """What has come in with one more failed episode or group."""
+        failures = {**self.failures, boundary: self.failures.get(boundary, 0) + 1}
+        return self.model_copy(update={"failures": failures, "seconds": seconds})
 
     def facts(self) -> dict[str, Any]:
-        """The content as JSON."""
+        """The content as in the record of a step."""
         metrics = {name: {"sum": self.sums[name], "divisor": self.divisors[name]} for name in sorted(self.sums)}
         return {
             "groups": self.groups,
@@ -66,7 +84,7 @@ class Gathering:
         if self.failures:
             counts = ", ".join(f"{name} {count}" for name, count in sorted(self.failures.items()))
             parts.append(f"failures {counts}")
-        parts += [self._mean(name) for name in sorted(self.sums, key=_place)]
+        parts += [self._mean(name) for name in sorted(self.sums, key=_place) if self.divisors.get(name)]
         return "  ".join(parts)
 
     def _mean(self, name: str) -> str:

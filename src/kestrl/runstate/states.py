@@ -68,7 +68,7 @@ class ComponentState(StrEnum):
     """Its runner has ended, so it does not run."""
 
 
-class RunState(StrEnum):
+class LocalRunState(StrEnum):
     """State of a run on one machine, as shown by `kestrl status`."""
 
     NEVER_STARTED = "never started"

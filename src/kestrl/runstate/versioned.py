@@ -6,19 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
-
 from kestrl.errors import UserInputError
+from kestrl.runstate.part import Part
 
 
-class Versioned(BaseModel):
+class Versioned(Part):
     """A file's content.
 
     Raise `CURRENT`, and read the versions before, when the meaning of a field changes; a new field with a default needs
     no new version. Unknown fields are ignored: an earlier KestRL reads the files of a later one of the same version.
     """
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
     CURRENT: ClassVar[int] = 1
     NAME: ClassVar[str]
     """What the file is, for errors."""

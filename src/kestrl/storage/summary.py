@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl.errors import StorageError
 from kestrl.runstate.sampling import EvaluationSampling
+from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.runstate.versioned import Versioned
 from kestrl.storage.layout import SUMMARY
@@ -87,6 +88,9 @@ class RunSummary(Versioned):
     """What is wrong with the tool calls of the last episodes."""
     sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
     """Sandboxes of tools that run code, by tool, as last reported."""
+    state: RunState | None = None
+    """The whole state of the run at its end, of which the other fields are parts; None in summaries of earlier
+    versions and of `kestrl sft`. A new fact is added to it alone."""
 
 
 class SFTSummary(RunSummary):

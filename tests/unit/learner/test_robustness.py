@@ -140,14 +140,14 @@ async def test_a_restarted_engine_is_used_only_after_it_verified_the_version(sta
             await until(lambda: len(stage.asked()) == 2)
             agent.state = ipb.ENGINE_STATE_DOWN
             agent.held.clear()
-            await until(lambda: run.progress.engines_converged == 1)
+            await until(lambda: run.progress.state.engines.verified == 1)
             worker.gate.set()
             await until(lambda: any(request.policy.step == 1 for request in stage.asked()))
             named = {engine.name for request in stage.asked() if request.policy.step == 1 for engine in request.engines}
             assert named == {"engine-0"}
             worker.gate.clear()
             agent.state = ipb.ENGINE_STATE_READY
-            await until(lambda: run.progress.engines_converged == 2)
+            await until(lambda: run.progress.state.engines.verified == 2)
             worker.gate.set()
         assert stage.summary["status"] == "succeeded"
         last = [request for request in stage.asked() if request.policy.step == 5]
@@ -197,9 +197,9 @@ async def test_an_engine_that_failed_a_proof_is_tried_again_and_used(staged: Any
         stage.workers[0].gate = asyncio.Event()
         async with running(stage.but(max_steps=2)) as (run, _):
             await until(lambda: len(stage.asked()) == 2)
-            assert run.progress.engines_converged == 1
+            assert run.progress.state.engines.verified == 1
             failing[0] = False
-            await until(lambda: run.progress.engines_converged == 2)
+            await until(lambda: run.progress.state.engines.verified == 2)
             stage.workers[0].gate.set()
         assert stage.summary["failures"]["engine/engine_busy"] >= 1
 

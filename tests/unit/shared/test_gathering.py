@@ -7,24 +7,22 @@ import json
 import pytest
 from rich.console import Console
 
-from kestrl._app.local.progress import Progress
 from kestrl._app.local.view import PLAIN_SECONDS, LiveView, PlainView
-from kestrl._shared.rpc.codec import gathering_from_proto, gathering_to_proto
-from kestrl.api.learner.v1 import learner_pb2
+from kestrl._shared.rpc.run_report import report_of, state_of
 from kestrl.errors import EngineFailure, JudgeFailure
 from kestrl.runstate.gathering import Gathering
+from kestrl.runstate.state import Activity, RunState
 from kestrl.runstate.states import RunPhase
-from kestrl_learner.progress.progress import Progress as Learner
+from kestrl_learner.progress.progress import Progress
 
 
 def gathering() -> Gathering:
-    made = Gathering(wanted=4, seconds=2.0)
-    made.add_group()
-    for reward, correct in ((1.25, 1.0), (-1.0, 0.0), (0.5, 0.0)):
-        made.add_episode({"reward": reward, "answer_correct": correct, "completion_tokens": 40.0}, tokens=40)
-    made.add_episode({"reward": 0.25, "sources": 2.0}, tokens=10)
-    made.failures["engine"] += 2
-    return made
+    whole = [
+        {"reward": reward, "answer_correct": correct, "completion_tokens": 40.0}
+        for reward, correct in ((1.25, 1.0), (-1.0, 0.0), (0.5, 0.0))
+    ]
+    made = Gathering(wanted=4).with_group([*whole, {"reward": 0.25, "sources": 2.0}], tokens=130, seconds=1.0)
+    return made.with_failure("engine", seconds=1.5).with_failure("engine", seconds=2.0)
 
 
 def test_each_metric_has_its_own_divisor_and_integers_are_exact():
@@ -43,15 +41,16 @@ def test_it_is_kept_as_data_and_survives_the_wire():
     facts = json.loads(json.dumps(made.facts()))
     assert facts["metrics"]["answer_correct"] == {"sum": 1.0, "divisor": 3}
     assert facts["failures"] == {"engine": 2}
-    assert gathering_from_proto(gathering_to_proto(made)) == made
-    report = Progress.from_proto(learner_pb2.WatchProgressResponse(gathering=gathering_to_proto(made)))
-    assert report.record().gathering == facts
+    report = report_of(RunState(gathering=made))
+    assert state_of(report).gathering == made
+    report.ClearField("state")
+    assert state_of(report).gathering == made, "of a learner of an earlier version"
 
 
 def test_the_live_view_has_the_line(capsys: pytest.CaptureFixture[str]):
     console = Console(force_terminal=True, width=300)
     with LiveView(console, "job") as view:
-        view.update(Progress(phase=RunPhase.TRAINING, gathering=gathering()), {})
+        view.update(RunState(activity=Activity(phase=RunPhase.TRAINING), gathering=gathering()), {})
     assert "reward 1/4=0.250" in capsys.readouterr().out
 
 
@@ -59,7 +58,7 @@ def test_plain_output_has_the_line_at_intervals(monkeypatch: pytest.MonkeyPatch,
     clock = [100.0]
     monkeypatch.setattr("kestrl._app.local.view.time.monotonic", lambda: clock[0])
     view = PlainView(Console(width=300))
-    progress = Progress(phase=RunPhase.TRAINING, gathering=gathering())
+    progress = RunState(activity=Activity(phase=RunPhase.TRAINING), gathering=gathering())
     for seconds in (0.0, 1.0, PLAIN_SECONDS, 1.0):
         clock[0] += seconds
         view.update(progress, {})
@@ -67,15 +66,15 @@ def test_plain_output_has_the_line_at_intervals(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_failures_are_counted_by_boundary_and_are_in_no_mean():
-    progress = Learner(total_steps=3, engines_total=1, episodes_per_step=4)
+    progress = Progress(engines=1, episodes_per_step=4)
     progress.begin_gathering(2)
     progress.count_rollout_failure(EngineFailure("gone").failure())
     progress.count_rollout_failure(JudgeFailure("no").failure())
-    assert progress.gathering.failures == {"engine": 1, "judge": 1}
-    assert progress.gathering.episodes == 0
-    assert progress.gathering.seconds > 0
-    report = Progress.from_proto(progress.to_proto())
-    assert report.gathering == progress.gathering
-    assert sum(report.failures.values()) == 2
+    assert progress.state.gathering.failures == {"engine": 1, "judge": 1}
+    assert progress.state.gathering.episodes == 0
+    assert progress.state.gathering.seconds > 0
+    received = state_of(report_of(progress.state))
+    assert received.gathering == progress.state.gathering
+    assert sum(received.history.failures.values()) == 2
     progress.begin_gathering(2)
-    assert progress.gathering.facts()["failures"] == {}
+    assert progress.state.gathering.facts()["failures"] == {}

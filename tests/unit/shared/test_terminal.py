@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -11,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kestrl._app.local.progress import Progress
 from kestrl._app.local.view import LiveView, PlainView
+from kestrl.runstate.history import History
+from kestrl.runstate.state import Activity, Learning, RunState, Steps, StoreAccess
 from kestrl.runstate.states import RunPhase
 from kestrl.terminal import safe, safe_line
 
@@ -40,15 +40,13 @@ def test_control_characters_are_escaped_and_others_kept(text: str, shown: str) -
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
     console = Console(width=width, record=True, force_terminal=True)
-    progress = Progress(
-        phase=RunPhase.TRAINING,
-        step=3,
-        total_steps=10,
-        message="\x1b[2J[/b]",
+    state = RunState(
+        activity=Activity(phase=RunPhase.TRAINING, message="\x1b[2J[/b]"),
+        steps=Steps(done=3, total=10),
         means={"reward": 0.5, "answer_correct": 0.25, "num_turns": 3.0},
-        failures={"engine/no_engine_proved": 2, "tool/tool_raised": 3},
+        history=History(failures={"engine/no_engine_proved": 2, "tool/tool_raised": 3}),
     )
-    console.print(LiveView(console, "job [/b]")._draw(progress, {}))
+    console.print(LiveView(console, "job [/b]")._draw(state, {}))
     printed = console.export_text()
     failures = "failures engine/no_engine_proved 2, tool/tool_raised 3"  # a line of its own, which squeezes no column
     for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", failures, "[/b]"):
@@ -57,16 +55,18 @@ def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
 
 
 def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
-    progress = Progress(
-        phase=RunPhase.TRAINING, step=2, total_steps=9, not_learned="in 2 steps every reward was [equal]"
+    state = RunState(
+        activity=Activity(phase=RunPhase.TRAINING),
+        steps=Steps(done=2, total=9),
+        learning=Learning(learned=False, message="in 2 steps every reward was [equal]"),
     )
     shown = StringIO()
     plain = PlainView(Console(file=shown, width=200))
-    plain.update(progress, {})
-    plain.update(replace(progress, step=3), {})
+    plain.update(state, {})
+    plain.update(state.but(steps=Steps(done=3, total=9)), {})
     assert shown.getvalue().count("warning: nothing is learned: in 2 steps every reward was [equal]") == 1
     console = Console(file=StringIO(), width=80, record=True)
-    console.print(LiveView(console, "job")._draw(progress, {}))
+    console.print(LiveView(console, "job")._draw(state, {}))
     text = console.export_text()
     assert "nothing is learned: in 2 steps every reward was [equal]" in text
     assert "policy none yet" in text
@@ -75,8 +75,10 @@ def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
 def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
     shown = StringIO()
     plain = PlainView(Console(file=shown, width=200))
-    waiting = Progress(
-        phase=RunPhase.TRAINING, step=2, total_steps=9, storage_wait="storage does not answer: [refused]"
+    waiting = RunState(
+        activity=Activity(phase=RunPhase.TRAINING),
+        steps=Steps(done=2, total=9),
+        storage=StoreAccess(wait="storage does not answer: [refused]"),
     )
     for _ in range(2):
         plain.update(waiting, {})
@@ -84,6 +86,5 @@ def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
     console = Console(file=StringIO(), width=200, force_terminal=True)
     console.print(LiveView(console, "job")._draw(waiting, {}))
     assert "waiting: storage does not answer: [refused]" in console.file.getvalue()
-    plain.update(replace(waiting, storage_wait=""), {})
+    plain.update(waiting.but(storage=StoreAccess()), {})
     assert "storage is available again" in shown.getvalue()
-    assert waiting.record().storage_wait == "storage does not answer: [refused]"

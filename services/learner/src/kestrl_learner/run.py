@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import torch
 from opentelemetry import context as otel_context
@@ -22,22 +24,37 @@ from opentelemetry.propagate import extract
 from kestrl._shared.plan.settings.learner import EvaluateSettings, LearnerSettings
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
-from kestrl.algorithms import Algorithm
 from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.runstate.events import (
+    ActivityNoted,
+    CheckpointFound,
+    Compared,
+    ObservationsEnded,
+    PhaseEntered,
+    StepsPlanned,
+    StorageAwaited,
+    StorageRefused,
+)
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import AdapterManifest, fetch_adapter, open_store
 from kestrl_learner.concurrency import Interrupted, abandonable, guarded, unless
 from kestrl_learner.dispatch.dispatcher import Dispatcher
-from kestrl_learner.dispatch.group_source import GroupSource
-from kestrl_learner.ledger import Ledger
-from kestrl_learner.model.adapters import AdapterSource
+from kestrl_learner.progress.learning import learning_in
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.run_resources import RunResources
 from kestrl_learner.store import resume
+from kestrl_learner.store.records import summary_of
+from kestrl_learner.store.run_end import end_run
 from kestrl_learner.store.runstore import DRAIN_SECONDS, Patience, RunStore
 from kestrl_learner.train.compute import Compute
 from kestrl_learner.train.launcher import load_compute
 from kestrl_learner.training import Training
+
+if TYPE_CHECKING:
+    from kestrl.algorithms import Algorithm
+    from kestrl_learner.dispatch.group_source import GroupSource
+    from kestrl_learner.ledger import Ledger
+    from kestrl_learner.model.adapters import AdapterSource
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +69,8 @@ class Run:
     def __init__(self, settings: LearnerSettings) -> None:
         self.settings = settings
         algorithm = settings.algorithm
-        self.progress = Progress(
-            0,
-            len(settings.engines),
-            algorithm.groups_per_step * algorithm.group_size,
-            offers_tools=settings.tools,
-        )
+        episodes = algorithm.groups_per_step * algorithm.group_size
+        self.progress = Progress(len(settings.engines), episodes, offers_tools=settings.tools)
         self._drain = asyncio.Event()
         self._patience = Patience(settings.storage_seconds)
         self._resources: RunResources | None = None
@@ -78,7 +91,7 @@ class Run:
         self._patience.hurry(DRAIN_SECONDS)
         if self._training is not None:
             self._training.drain()
-        self.progress.update(phase=RunPhase.DRAINING, message="finishing the current step")
+        self.progress.emit(PhaseEntered(phase=RunPhase.DRAINING, message="finishing the current step"))
 
     def abandon(self) -> None:
         """Ends all waiting for storage in threads, for a run that is being cancelled."""
@@ -112,27 +125,39 @@ class Run:
     async def _failed(self, failure: Failure) -> None:
         """Publishes the failure and writes the summary."""
         self._clear_observations()
-        self.progress.update(phase=RunPhase.FAILED, failure=failure, message=failure.message[:300])
+        self.progress.emit(PhaseEntered(phase=RunPhase.FAILED, failure=failure, message=failure.message[:300]))
         if self._resources is not None:
-            await self._resources.write_summary(RunPhase.FAILED, reason=str(failure))
+            await self._end(self._resources, RunPhase.FAILED, reason=str(failure))
+
+    async def _end(self, resources: RunResources, status: RunPhase, *, reason: str = "") -> None:
+        state = self.progress.state
+        summary = summary_of(
+            state.but(learning=learning_in(state, self.settings)),
+            status=status,
+            reason=reason,
+            seconds=resources.seconds(),
+            gap_bound=self.settings.gap_bounds.mean,
+            sampling=self.settings.evaluation if resources.validation else None,
+        )
+        await end_run(resources.store, resources.sinks, summary)
 
     def _attributes(self) -> dict[str, str]:
         return {Attr.JOB: self.settings.job, Attr.RUN: self.settings.run}
 
     def _clear_observations(self) -> None:
         """Clears observations of engines and workers, which would be outdated after the run's end."""
-        self.progress.update(engines=(), workers=0, groups_running=0, groups_ready=0, eta_seconds=0.0)
+        self.progress.emit(ObservationsEnded())
 
     async def _run(self) -> None:
         settings, progress = self.settings, self.progress
         progress.begin()
-        progress.update(message="reading the data")
+        progress.emit(ActivityNoted(message="reading the data"))
         resources = self._resources = await abandonable(self._read, name="read-data")
-        progress.update(total_steps=resources.steps)
+        progress.emit(StepsPlanned(total=resources.steps))
         if settings.evaluate is None and await self._has_ended(resources):
             return
         resources.connect()
-        progress.update(message="loading the model; engines start")
+        progress.emit(ActivityNoted(message="loading the model; engines start"))
         if settings.threads:
             torch.set_num_threads(settings.threads)
         watching = [
@@ -145,23 +170,23 @@ class Run:
             await guarded(self._work(resources), *watching)
         except Interrupted:
             # `Training` has written a checkpoint.
-            status, message = RunPhase.SUSPENDED, f"at step {progress.step}"
+            status, message = RunPhase.SUSPENDED, f"at step {progress.state.steps.done}"
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
             await resources.close()
-        await resources.write_summary(status)
+        await self._end(resources, status)
         self._clear_observations()
-        progress.update(phase=status, message=message)
+        progress.emit(PhaseEntered(phase=status, message=message))
 
     def _read(self) -> RunResources:
         settings, progress = self.settings, self.progress
         store = RunStore(
             settings.storage,
             patience=self._patience,
-            refused=lambda why: progress.update_soon(storage_failure=why),
-            waiting=lambda why: progress.update_soon(storage_wait=why),
+            refused=lambda why: progress.emit_soon(StorageRefused(reason=why)),
+            waiting=lambda why: progress.emit_soon(StorageAwaited(reason=why)),
         )
         return RunResources(settings, progress, self._drain, store)
 
@@ -173,7 +198,7 @@ class Run:
         newest = await asyncio.to_thread(resume.newest_checkpoint, resources.store)
         if newest is None:
             return False
-        self.progress.update(step=newest.step, checkpoint_step=newest.step)
+        self.progress.emit(CheckpointFound(step=newest.step))
         if not settings.keep_alive:
             return False
         final = await asyncio.to_thread(
@@ -181,13 +206,14 @@ class Run:
             resources.store,
             newest,
             job=settings.job,
-            digest=resources.record.digest,
+            digest=resources.digest,
             steps=resources.steps,
         )
-        if final is not None:
+        if final:
             log.info("run %s has succeeded already", settings.run)
-            self.progress.update(phase=RunPhase.SUCCEEDED, **final)
-        return final is not None
+        for event in final:
+            self.progress.emit(event)
+        return bool(final)
 
     async def _work(self, resources: RunResources) -> None:
         compute = await self._loaded(resources)
@@ -212,7 +238,9 @@ class Run:
         return loading.result()
 
     def _load(self) -> Compute:
-        compute, end_ranks = load_compute(self.settings, lambda why: self.progress.update_soon(message=why))
+        compute, end_ranks = load_compute(
+            self.settings, lambda why: self.progress.emit_soon(ActivityNoted(message=why))
+        )
         self._end_ranks = end_ranks
         if self._over:  # nobody waited for it
             end_ranks()
@@ -226,10 +254,9 @@ class Run:
         else:
             known = await asyncio.to_thread(_known_adapter, address)
             policy = known.policy
-            await unless(self._drain, resources.engines.publish(policy, address, parent=known.parent))
-            resources.newest = policy, address
+            await resources.serve(policy, address, known.parent, began=time.monotonic())
         after = await resources.evaluate_once(policy)
-        resources.record = resources.record.but(after=after)
+        self.progress.emit(Compared(when="after", means=after))
 
 
 def _rollouts(resources: RunResources, vocabulary: int, ledger: Ledger, algorithm: Algorithm) -> GroupSource:

@@ -14,25 +14,30 @@ from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.data import load_scenarios
 from kestrl.episode import PolicyVersion, Scenario
-from kestrl.errors import PlaceError, StorageError, UserInputError
+from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
+from kestrl.runstate.events import (
+    ActivityNoted,
+    EnginesObserved,
+    Evaluated,
+    HistoryRestored,
+    PhaseEntered,
+    VersionVerified,
+)
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
-from kestrl.storage.summary import write_summary
 from kestrl_learner.concurrency import unless
 from kestrl_learner.dispatch.evaluate import evaluate
 from kestrl_learner.dispatch.pinned_tools import PinnedTools
 from kestrl_learner.dispatch.workers import Workers
 from kestrl_learner.engines.engines import Engines
-from kestrl_learner.ledger import Superseded
 from kestrl_learner.ledger.schedule import total_steps
 from kestrl_learner.model import adapters
 from kestrl_learner.model.adapters import AdapterSource
-from kestrl_learner.progress.learning import Learning, learning
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
-from kestrl_learner.store.records import build_summary, format_means, identity_digest
+from kestrl_learner.store.records import format_means, identity_digest
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import RunStore
 
@@ -67,10 +72,9 @@ class RunResources:
                 f"{settings.algorithm.groups_per_step} groups; lower algorithm.groupsPerStep"
             )
         self.sinks = MetricSinks(make_sinks(store, settings.sinks), progress.count_failure_soon)
-        self.record = RunRecord(digest=identity_digest(settings, self.scenarios))
-        """As of the last checkpoint or change; `snapshot` brings it up to date."""
-        self.newest: tuple[PolicyVersion, str] | None = None
-        """The newest published version and its address."""
+        self.digest = identity_digest(settings, self.scenarios)
+        self._earlier_seconds = 0.0
+        """Time spent on the run by its earlier processes."""
         self._probe: Probe | None = None
         """Probe of the newest published version."""
         self._began = time.monotonic()
@@ -81,7 +85,7 @@ class RunResources:
         self.pinned_tools = PinnedTools(self.store)
         self.workers.verify_tools = self.pinned_tools.verify
         self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
-        self.progress.update(engines=self.engines.reports())
+        self.progress.emit(EnginesObserved(verified=0, reports=tuple(self.engines.reports())))
         settings = self.settings
         self.sinks.start(RunStart(job=settings.job, run=settings.run, storage=self.store.uri, total_steps=self.steps))
 
@@ -92,7 +96,7 @@ class RunResources:
 
     def seconds(self) -> float:
         """Time spent on the run so far by all its processes."""
-        return self.record.seconds + time.monotonic() - self._began
+        return self._earlier_seconds + time.monotonic() - self._began
 
     async def publish(self, model: AdapterSource, step: int, parent: str | None) -> PolicyVersion:
         """Stores the adapter as a version and waits until engines have verified it.
@@ -109,44 +113,50 @@ class RunResources:
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
-            self.progress.probe_distance = None if self._probe is None else manifest.probe.apart(self._probe)
+            distance = None if self._probe is None else manifest.probe.apart(self._probe)
             self._probe = manifest.probe
-            await unless(self.drain, self.engines.publish(manifest.policy, uri, parent=manifest.parent))
-            self.progress.publish_seconds = time.monotonic() - began
-        self.newest = manifest.policy, uri
+            await self.serve(manifest.policy, uri, manifest.parent, began=began, probe_distance=distance)
         return manifest.policy
+
+    async def serve(
+        self, policy: PolicyVersion, uri: str, parent: str | None, *, began: float, probe_distance: float | None = None
+    ) -> None:
+        """Waits until engines have verified a stored version.
+
+        Args:
+            policy: The version.
+            uri: Address of its folder.
+            parent: Name of the version it was trained from.
+            began: Begin of its publication, by the monotonic clock.
+            probe_distance: Probe distance to the version before; None if it is not known.
+
+        Raises:
+            Interrupted: The run is draining.
+            NoEngineProved: No engine verified it.
+        """
+        publishing = self.engines.publish(policy, uri, parent=parent, probe_distance=probe_distance)
+        await unless(self.drain, publishing)
+        self.progress.emit(VersionVerified(seconds=time.monotonic() - began))
 
     def snapshot(self, owner: int) -> RunRecord:
         """The record at this moment, for a checkpoint of the learner with this fencing token."""
-        progress = self.progress
-        return self.record.but(
+        return RunRecord.of(
+            self.progress.state.history,
+            digest=self.digest,
             owner=owner,
             seconds=self.seconds(),
-            failures=dict(progress.failures),
-            skipped=tuple(sorted(progress.skipped)),
-            stale=progress.stale.copy(),
-            tools=progress.tools.total,
+            skipped=self.progress.skipped,
         )
 
-    def restore(self, record: RunRecord) -> None:
-        """Continues the record of a checkpoint."""
-        self.record = record.but(digest=self.record.digest)
-        self.progress.failures.update(record.failures)
+    def restore(self, step: int, record: RunRecord) -> None:
+        """Continues from a step with the record of its checkpoint. Callable from any thread."""
+        self._earlier_seconds = record.seconds
         self.progress.skipped |= set(record.skipped)
-        self.progress.stale = record.stale.copy()
-        self.progress.tools.total = record.tools
+        self.progress.emit_soon(HistoryRestored(step=step, history=record.history))
 
-    def learning(self) -> Learning | None:
-        """Whether the run has learned anything; None before its first step."""
-        settings, newest = self.settings, self.newest
-        if newest is None or settings.evaluate is not None:
-            return None
-        return learning(
-            self.record.learning,
-            newest[0].sha256,
-            tools=settings.tools,
-            learning_rate=settings.algorithm.learning_rate,
-        )
+    def restart(self) -> None:
+        """Begins at step 0. Callable from any thread."""
+        self.restore(0, RunRecord())
 
     async def evaluate(self, policy: PolicyVersion, *, sampled: bool, when: str) -> dict[str, float] | None:
         """Means over the held-out scenarios, if there are any; stored under `metrics/eval/` and in the summary.
@@ -191,43 +201,11 @@ class RunResources:
     async def _evaluated(
         self, policy: PolicyVersion, work: Coroutine[Any, Any, dict[str, float]], when: str
     ) -> dict[str, float]:
-        self.progress.update(phase=RunPhase.EVALUATING, message=f"{len(self.validation)} held-out scenarios, {when}")
+        message = f"{len(self.validation)} held-out scenarios, {when}"
+        self.progress.emit(PhaseEntered(phase=RunPhase.EVALUATING, message=message))
         means = await unless(self.drain, work)
-        self.record = self.record.with_evaluation(policy.step, means)
+        self.progress.emit(Evaluated(step=policy.step, means=means))
         self.sinks.evaluation(policy.step, means)
-        self.progress.update(message=f"held-out, {when}: {format_means(means)}")
+        self.progress.emit(ActivityNoted(message=f"held-out, {when}: {format_means(means)}"))
         log.info("held-out at step %d: %s", policy.step, means)
         return means
-
-    async def write_summary(self, status: RunPhase, *, reason: str = "") -> None:
-        """Writes `summary.json` and ends the metric sinks with it.
-
-        If it cannot be written, the error is raised unless the run has failed itself.
-        """
-        summary = build_summary(
-            self.record,
-            status=status,
-            reason=reason,
-            steps=self.progress.step,
-            total_steps=self.steps,
-            newest=self.newest,
-            seconds=self.seconds(),
-            failures=self.progress.failures,
-            skipped=len(self.progress.skipped),
-            gap_bound=self.settings.gap_bounds.mean,
-            learning=self.learning(),
-            stale=self.progress.stale,
-            tools=self.progress.tools.total,
-            tool_warning=self.progress.tool_warning,
-            sandboxes=self.progress.sandboxes,
-            evaluation=self.settings.evaluation if self.validation else None,
-        )
-        try:
-            await asyncio.to_thread(write_summary, self.store, summary)
-        except Superseded:
-            log.warning("the summary is not written: another learner owns the run")
-        except (StorageError, PlaceError) as error:
-            log.error("the summary cannot be written: %s", error)
-            if status is not RunPhase.FAILED:
-                raise
-        await asyncio.to_thread(self.sinks.finish, summary)

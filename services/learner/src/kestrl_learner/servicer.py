@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from kestrl._shared.rpc.run_report import report_of
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl_learner.progress.progress import Progress
-from kestrl_learner.progress.watched import state_of
+from kestrl_learner.progress.watched import standing
 
 SHORTEST_INTERVAL = 0.1
 """Seconds between two looks at a progress of which only numbers have changed."""
@@ -28,17 +29,17 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         request: pb.WatchProgressRequest,
         context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
-        progress, sent, state, clock = self._progress, None, b"", asyncio.get_running_loop().time
+        progress, sent, state, clock = self._progress, None, None, asyncio.get_running_loop().time
         numbers_at = clock()
         while True:
             # There is no await between reading the progress and waiting for its next change, so that no change is
             # missed. Messages are compared as bytes, in which NaN equals itself.
-            while (seen := (message := progress.to_proto()).SerializeToString(deterministic=True)) == sent:
+            while (seen := (message := report_of(progress.state)).SerializeToString(deterministic=True)) == sent:
                 if progress.ended:
                     return
                 await progress.changed()
             now, before = clock(), state
-            state = state_of(message)
+            state = standing(progress.state)
             if state == before and now < numbers_at and not (progress.final or progress.ended):
                 # A state that changes within the shorter interval is seen at its end.
                 await self._hold(min(numbers_at, now + max(request.min_interval_seconds, SHORTEST_INTERVAL)))

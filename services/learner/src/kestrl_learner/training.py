@@ -6,12 +6,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import PolicyVersion, Purpose
 from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl.runstate.events import (
+    CheckpointConfirmed,
+    Compared,
+    LearningObserved,
+    MismatchMeasured,
+    PhaseEntered,
+    StepFinished,
+    StorageRefused,
+)
+from kestrl.runstate.history import Mismatch
+from kestrl.runstate.state import WINDOW_STEPS, LastStep
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout
 from kestrl.storage.episodes import EpisodeBatch
@@ -20,16 +32,13 @@ from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.dispatch.group_queue import ReadyGroup
 from kestrl_learner.dispatch.group_source import MakeSource
 from kestrl_learner.ledger import Ledger, LedgerError, Superseded
-from kestrl_learner.progress.learning import LearningCounts
-from kestrl_learner.progress.progress import WINDOW_STEPS
-from kestrl_learner.progress.stale import Stale
+from kestrl_learner.progress.learning import learning_in, step_counts
 from kestrl_learner.run_resources import RunResources
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.records import step_record
 from kestrl_learner.store.retention import delete_adapters, delete_episodes
 from kestrl_learner.train.compute import Compute
 from kestrl_learner.train.diagnostics import staleness_facts
-from kestrl_learner.train.mismatch_stats import merged
 from kestrl_learner.train.trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -117,14 +126,15 @@ class Training:
         if known is None:
             self._refuse_foreign_storage()
             self._ledger.rewind(0)
+            resources.restart()
             return 0
-        if known.record.digest not in {None, resources.record.digest}:
+        if known.record.digest not in {None, resources.digest}:
             raise UserInputError(
                 f"run {self._settings.run} was trained with another model, algorithm "
                 f"or data than the manifest specifies now; start a new run or restore what was changed"
             )
         self._trainer.restore(known.state)
-        resources.restore(known.record)
+        resources.restore(known.step, known.record)
         again = self._rewind(known.step)
         self._saved = known.step
         log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
@@ -163,9 +173,9 @@ class Training:
     async def _before(self) -> PolicyVersion:
         resources = self._resources
         policy = await self._publish(None)
-        if resources.record.before is None and resources.validation:
+        if resources.progress.state.history.before is None and resources.validation:
             before = await resources.evaluate(policy, sampled=True, when="before")
-            resources.record = resources.record.but(before=before)
+            resources.progress.emit(Compared(when="before", means=before))
             await self._save()
         await self._evaluate_between(policy)
         return policy
@@ -174,7 +184,7 @@ class Training:
         resources, source = self._resources, self._source
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
         source.begin(policy, self._done)
-        resources.progress.update(phase=RunPhase.TRAINING, step=self._done, message="")
+        resources.progress.emit(PhaseEntered(phase=RunPhase.TRAINING, message=""))
         running = asyncio.create_task(source.run(), name="group-source")
         try:
             await guarded(self._steps(policy), running)
@@ -186,18 +196,25 @@ class Training:
 
     async def _after(self) -> None:
         resources = self._resources
-        assert resources.newest is not None, "version 0 is published before anything asks for one"
-        after = await resources.evaluate(resources.newest[0], sampled=True, when="after")
-        resources.record = resources.record.but(after=after)
+        newest = resources.progress.state.policy.version
+        assert newest is not None, "version 0 is published before anything asks for one"
+        after = await resources.evaluate(newest, sampled=True, when="after")
+        resources.progress.emit(Compared(when="after", means=after))
         self._ledger.drop_remaining()
 
     async def _evaluate_between(self, policy: PolicyVersion) -> None:
         """Evaluates every `evalEvery` steps, and after a resume if this step's evaluation is missing."""
         resources, every, done = self._resources, self._settings.eval_every, self._done
-        if not every or not done or done % every or done >= resources.steps or done in resources.record.evaluations:
+        if (
+            not every
+            or not done
+            or done % every
+            or done >= resources.steps
+            or done in resources.progress.state.history.evaluations
+        ):
             return
         await resources.evaluate(policy, sampled=False, when=f"step {done}")
-        resources.progress.update(phase=RunPhase.TRAINING)
+        resources.progress.emit(PhaseEntered(phase=RunPhase.TRAINING))
 
     async def _checkpoint_on_failure(self, cause: Exception) -> None:
         """Writes a checkpoint if weights and ledger agree. The cause is raised even if this fails."""
@@ -242,15 +259,14 @@ class Training:
     async def _publish(self, parent: str | None) -> PolicyVersion:
         resources = self._resources
         policy = await resources.publish(self._model, self._done, parent)
-        if self._done == 0:
-            resources.record = resources.record.but(learning=LearningCounts(first=policy.sha256))
-        learning = resources.learning()
-        if learning is not None and (learning.learned or self._done >= min(WINDOW_STEPS, resources.steps)):
+        learning = learning_in(resources.progress.state, self._settings)
+        known = learning.learned is False and self._done >= min(WINDOW_STEPS, resources.steps)
+        if learning.learned or known:
             if not learning.learned:
                 log.warning("nothing is learned: %s", learning.message)
             elif learning.warning:
                 log.warning("%s", learning.warning)
-            resources.progress.update(learning=learning)
+            resources.progress.emit(LearningObserved(learning=learning))
         self._trainer.published(policy.name)
         return policy
 
@@ -260,7 +276,7 @@ class Training:
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         mismatch, resources = result.mismatch, self._resources
-        resources.record = resources.record.but(gap=merged(resources.record.gap, mismatch.own))
+        resources.progress.emit(MismatchMeasured(gap=Mismatch(**asdict(mismatch.own))))
         alarms = mismatch.alarms(self._settings.gap_bounds)
         if alarms:
             raise MismatchExceeded(
@@ -279,28 +295,25 @@ class Training:
         await asyncio.to_thread(resources.episodes.append, batch)
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
+        state = resources.progress.state
         facts = step_record(done, groups, result) | {
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
-            "stale": resources.progress.stale_in_step.facts(),
-            "gathered": resources.progress.gathering.facts(),
-            **staleness_facts(
-                [done - 1 - item.policy.step for item in ready], groups, resources.progress.stale_in_step.seconds
-            ),
+            "stale": state.stale_in_step.facts(),
+            "gathered": state.gathering.facts(),
+            **staleness_facts([done - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
         }
-        resources.progress.stale_in_step = Stale()
-        resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
-        resources.record = resources.record.but(learning=resources.record.learning.with_step(groups, result))
         resources.sinks.step(done, facts)
         log.info("step %d: %s", done, facts)
-        resources.progress.finish_step(zero_advantage=result.zero_advantage_groups == len(groups))
-        resources.progress.update(
-            step=done,
+        resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
+        took = LastStep(
             tokens_per_second=result.sampled / (now - began),
             episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
             eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - done),
-            message=f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s",
         )
+        message = f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s"
+        counts = step_counts(groups, result)
+        resources.progress.emit(StepFinished(step=done, counts=counts, took=took, message=message))
 
     async def _retire(self, policy: PolicyVersion) -> None:
         kept = self._source.versions_in_use() | {policy.name}
@@ -322,7 +335,6 @@ class Training:
             await asyncio.to_thread(self._checkpoint)
         except checkpoint.Unconfirmed as error:
             log.error("%s", error)
-        self._resources.progress.update()
 
     async def _save_before_update(self) -> None:
         """Writes a checkpoint if the next update may be cut short: the run drains, or another update took longer than a
@@ -339,7 +351,7 @@ class Training:
             try:
                 checkpoint.write(resources.store, made, keep=self._settings.keep_checkpoints)
             except checkpoint.Unconfirmed as error:
-                resources.progress.storage_failure = str(error)
+                resources.progress.emit_soon(StorageRefused(reason=str(error)))
                 raise
-            self._saved = resources.progress.checkpoint_step = made.step
-            resources.progress.storage_failure = ""
+            self._saved = made.step
+            resources.progress.emit_soon(CheckpointConfirmed(step=made.step))

@@ -23,16 +23,17 @@ from rich.text import Text
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
-from kestrl._app.local.progress import clock, means_line
+from kestrl._app.local.progress import clock, means_line, step_words
 from kestrl._app.local.report import transcript
 from kestrl._app.local.rundir import RunDir, find_run
-from kestrl._app.local.runner_record import ComponentRecord, ProgressRecord, RunnerRecord
+from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import storage_address
 from kestrl._shared.checking import DecodeRequest, ask
 from kestrl.episode import Episode, Group, Purpose, Row
 from kestrl.errors import KestrlError, StorageError, UserInputError
-from kestrl.runstate.states import ComponentState, RunPhase, RunState
+from kestrl.runstate.state import RunState
+from kestrl.runstate.states import ComponentState, LocalRunState, RunPhase
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode
 from kestrl.storage.summary import RunSummary
@@ -41,7 +42,7 @@ from kestrl.terminal import safe, safe_line
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
-FINISHED = {RunPhase.SUCCEEDED: RunState.SUCCEEDED, RunPhase.FAILED: RunState.FAILED}
+FINISHED = {RunPhase.SUCCEEDED: LocalRunState.SUCCEEDED, RunPhase.FAILED: LocalRunState.FAILED}
 PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
 episodes = typer.Typer(no_args_is_help=True, help="Inspect the episodes of a run.")
 
@@ -63,14 +64,14 @@ class ObservedRun:
     summary: RunSummary | None
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> LocalRunState:
         if self.pid is not None:
-            return RunState.RUNNING
+            return LocalRunState.RUNNING
         if self.summary is not None and self.summary.status in FINISHED:
             return FINISHED[self.summary.status]
         if self.record is None:
-            return RunState.NEVER_STARTED
-        return RunState.DEAD if self.record.ended is None else RunState.STOPPED
+            return LocalRunState.NEVER_STARTED
+        return LocalRunState.DEAD if self.record.ended is None else LocalRunState.STOPPED
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -91,16 +92,17 @@ def observe(run: RunDir) -> ObservedRun:
     return ObservedRun(run, run.runner_pid(), run.record(), run.summary())
 
 
-def _advice(run: RunDir, state: RunState) -> str:
+def _advice(run: RunDir, state: LocalRunState) -> str:
     here = shlex.join(["--runs", str(run.path.parent)])
+    again = "run the same command again to resume from the last checkpoint"
     return {
-        RunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
-        RunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
-        RunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to resume",
-        RunState.STOPPED: "run the same command again to resume from the last checkpoint",
-        RunState.DEAD: "its runner ended without a record (killed?); run the same command again to resume from the "
-        "last checkpoint",
-        RunState.NEVER_STARTED: "run the same command again",
+        LocalRunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
+        LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
+        LocalRunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to "
+        "resume",
+        LocalRunState.STOPPED: again,
+        LocalRunState.DEAD: f"its runner ended without a record (killed?); {again}",
+        LocalRunState.NEVER_STARTED: "run the same command again",
     }[state]
 
 
@@ -117,32 +119,29 @@ def status(
         return
     record, summary = known.record or RunnerRecord(), known.summary
     console.print(f"[bold]{run.id}[/] {known.state}" + (f" (pid {known.pid})" if known.pid else ""))
-    if record.progress is not None:
-        _print_progress(record.progress, alive=known.pid is not None)
+    if record.state is not None:
+        _print_state(record.state, alive=known.pid is not None)
     _print_components(record, alive=known.pid is not None)
-    last = record.progress or ProgressRecord()
-    failures = (summary.failures if summary is not None else {}) or last.failures
+    last = record.state or RunState()
+    failures = (summary.failures if summary is not None else {}) or last.history.failures
     for name, count in sorted(failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
-    reason = (summary.reason if summary is not None else "") or record.reason or last.failure
+    reason = (summary.reason if summary is not None else "") or record.reason or last.activity.failure
     if reason:
         console.print(safe(f"reason: {reason}"), markup=False, soft_wrap=True)
     console.print(_advice(run, known.state), markup=False, soft_wrap=True, highlight=False)
 
 
-def _print_progress(progress: ProgressRecord, *, alive: bool) -> None:
-    console.print(
-        safe_line(f"{progress.phase} step {progress.step}/{progress.total_steps}  {means_line(progress.means)}"),
-        markup=False,
-    )
-    converged = f"{progress.engines_converged}/{progress.engines_total}"
-    console.print(f"policy {progress.policy} proved {converged}", markup=False)
-    for name, used in sorted(progress.sandboxes.items()):
+def _print_state(state: RunState, *, alive: bool) -> None:
+    console.print(safe_line(f"{step_words(state)}  {means_line(state.means)}"), markup=False)
+    version = "none yet" if state.policy.version is None else state.policy.version.name
+    console.print(f"policy {version} proved {state.engines.verified}/{state.engines.total}", markup=False)
+    for name, used in sorted(state.tools.sandboxes.items()):
         console.print(safe_line(f"sandbox of {name}: {used}"), markup=False, highlight=False)
-    if alive and progress.eta_seconds:
-        console.print(f"{clock(progress.eta_seconds)} to go")
-    if alive and progress.storage_wait:
-        console.print(safe(f"waiting: {progress.storage_wait}"), markup=False, soft_wrap=True)
+    if alive and state.last_step.eta_seconds:
+        console.print(f"{clock(state.last_step.eta_seconds)} to go")
+    if alive and state.storage.wait:
+        console.print(safe(f"waiting: {state.storage.wait}"), markup=False, soft_wrap=True)
 
 
 def _print_components(record: RunnerRecord, *, alive: bool) -> None:

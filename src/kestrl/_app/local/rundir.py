@@ -28,9 +28,10 @@ from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.runner_record import RunnerRecord
 from kestrl._shared.spec import AgentRLJob, parse_job
-from kestrl.errors import UserInputError
+from kestrl.errors import StorageError, UserInputError
 from kestrl.runstate.states import RunPhase
 from kestrl.runstate.versioned import Versioned
+from kestrl.storage import ObjectStore
 from kestrl.storage.layout import SUMMARY
 from kestrl.storage.summary import RunSummary
 
@@ -98,6 +99,23 @@ class RunDir:
             UserInputError: The file is damaged, or of a later version of KestRL.
         """
         return self._read(RunSummary, SUMMARY)
+
+    def copy_summary(self, store: ObjectStore) -> RunSummary | None:
+        """Summary of the run, copied from its storage to its folder; None if there is none.
+
+        Raises:
+            StorageError: The store refused.
+            UserInputError: The file is damaged, or of a later version of KestRL.
+        """
+        try:
+            content = store.get(SUMMARY)
+        except StorageError as error:
+            if error.code != "not_found":
+                raise
+            return None
+        if not self.summary_path.exists() or self.summary_path.read_bytes() != content:
+            write_atomic(self.summary_path, content.decode())
+        return self.summary()
 
     def job(self) -> AgentRLJob:
         """Job of this run.

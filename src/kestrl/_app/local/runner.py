@@ -19,7 +19,6 @@ from rich.console import Console
 from kestrl._app.local.check import check_job, fitted_job
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.processes import Launcher
-from kestrl._app.local.progress import Progress
 from kestrl._app.local.report import print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
@@ -33,12 +32,13 @@ from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.site import Site
 from kestrl._shared.rpc import channel, stream
+from kestrl._shared.rpc.run_report import state_of
 from kestrl._shared.spec import AgentRLJob
 from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
-from kestrl.errors import KestrlError, StorageError, UserInputError
+from kestrl.errors import KestrlError, UserInputError
+from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore
-from kestrl.storage.layout import SUMMARY
 from kestrl.storage.summary import RunSummary
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Runner:
     ) -> None:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
         self._job, self._site, self._view, self._options = job, site, view, options
-        self._progress = Progress()
+        self._state = RunState()
         record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid())
         self._record = RunnerRecordFile(run.path / RECORD, record)
         self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
@@ -85,10 +85,10 @@ class Runner:
     def _changed(self, *, force: bool = False) -> None:
         self._record.update(
             force=force,
-            progress=self._progress.record(),
+            state=self._state,
             components={name: seen.record() for name, seen in self._supervisor.observed.items()},
         )
-        self._view.update(self._progress, self._supervisor.observed)
+        self._view.update(self._state, self._supervisor.observed)
 
     async def run(self) -> Outcome:
         """Runs until the learner ends, an interrupt, or a failure."""
@@ -158,7 +158,7 @@ class Runner:
                         peer="learner",
                         token=self._token,
                     ):
-                        self._progress = Progress.from_proto(report)
+                        self._state = state_of(report)
                         self._changed()
                 self._changed()
                 await asyncio.sleep(RECONNECT_SECONDS)
@@ -168,19 +168,6 @@ class Runner:
         while True:
             await asyncio.sleep(INTERVAL)
             self._record.flush()
-
-
-def copy_summary(run: RunDir, store: ObjectStore) -> RunSummary | None:
-    """Summary of the run, copied from its storage to its folder; None if there is none."""
-    try:
-        content = store.get(SUMMARY)
-    except StorageError as error:
-        if error.code != "not_found":
-            raise
-        return None
-    if not run.summary_path.exists() or run.summary_path.read_bytes() != content:
-        write_atomic(run.summary_path, content.decode())
-    return run.summary()
 
 
 def run_job(
@@ -226,7 +213,7 @@ def run_job(
                 runner = Runner(job, run, site, components, view, options)
                 refusal.pop_all()
                 outcome = asyncio.run(runner.run())
-            summary = copy_summary(run, store)
+            summary = run.copy_summary(store)
             if outcome.code == 0 and replan is None:
                 return _finished(console, run, summary, store, site)
             return _unfinished(console, run, outcome, summary) if outcome.code else 0

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kestrl._app.local.files import write_atomic
-from kestrl.runstate.states import ComponentState, RunPhase
+from kestrl.runstate.state import RunState
+from kestrl.runstate.states import ComponentState
 from kestrl.runstate.versioned import Versioned
-from kestrl.tools import SandboxInUse
 
 INTERVAL = 1.0
 """Smallest number of seconds between two writes of delayed changes."""
-
-
-class ProgressRecord(BaseModel):
-    """The last progress report of the learner."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
-    phase: RunPhase = RunPhase.STARTING
-    step: int = 0
-    total_steps: int = 0
-    means: dict[str, float] = Field(default_factory=dict[str, float])
-    policy: str | None = None
-    """Name of the newest version."""
-    engines_converged: int = 0
-    engines_total: int = 0
-    tokens_per_second: float = 0.0
-    eta_seconds: float = 0.0
-    failures: dict[str, int] = Field(default_factory=dict[str, int])
-    """Counts by `boundary/code`."""
-    failure: str | None = None
-    message: str = ""
-    groups_running: int = 0
-    skipped_rows: int = 0
-    not_learned: str = ""
-    learning_warning: str = ""
-    storage_wait: str = ""
-    tool_warning: str = ""
-    sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
-    """Sandboxes by tool; empty until the tool service has reported them."""
-    gathering: dict[str, Any] = Field(default_factory=dict[str, Any])
 
 
 class ComponentRecord(BaseModel):
@@ -73,25 +45,49 @@ class RunnerRecord(Versioned):
     started_at: float = 0.0
     """Seconds since 1970, as `updated_at`."""
     updated_at: float = 0.0
-    progress: ProgressRecord | None = None
+    state: RunState | None = None
+    """The run as the learner last reported it; None before its first report."""
     components: dict[str, ComponentRecord] = Field(default_factory=dict[str, ComponentRecord])
     ended: int | None = None
     """Exit code of the runner; None while it runs, or if it was killed."""
     reason: str = ""
     """Why it ended."""
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], source: str) -> Self:
+        """Reads a record; version 0.1 of KestRL wrote `progress` in place of `state`."""
+        progress = content.get("progress")
+        earlier = {"state": _earlier_state(cast("dict[str, Any]", progress))} if isinstance(progress, dict) else {}
+        return super().from_json({**earlier, **content}, source)
+
+
+def _earlier_state(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON form of the state that a `progress` says parts of."""
+    job, step, digest = [*str(progress.get("policy") or "").rsplit(".", 2), "", ""][:3]
+    version = {"job": job, "step": step, "sha256": digest} if step.isdecimal() else None
+    return {
+        "activity": {"phase": progress.get("phase"), "message": progress.get("message", "")},
+        "steps": {"done": progress.get("step", 0), "total": progress.get("total_steps", 0)},
+        "policy": {"version": version},
+        "engines": {"verified": progress.get("engines_converged", 0), "total": progress.get("engines_total", 0)},
+        "means": progress.get("means", {}),
+        "last_step": {"tokens_per_second": progress.get("tokens_per_second", 0.0)},
+        "tools": {"warning": progress.get("tool_warning", ""), "sandboxes": progress.get("sandboxes", {})},
+        "history": {"failures": progress.get("failures", {}), "skipped_rows": progress.get("skipped_rows", 0)},
+    }
+
 
 class RunnerRecordFile:
     """Writes the record on changes, at most once per `INTERVAL`."""
 
     def __init__(self, path: Path, record: RunnerRecord) -> None:
-        self._path, self._record = path, record.model_copy(update={"started_at": time.time()})
+        self._path, self._record = path, record.but(started_at=time.time())
         self._written = 0.0
         self._dirty = False
 
     def update(self, *, force: bool = False, **changes: Any) -> None:
         """Changes fields and writes the file, at most once per `INTERVAL` unless `force` is set, as at a run's end."""
-        self._record = self._record.model_copy(update=changes)
+        self._record = self._record.but(**changes)
         self._dirty = True
         if force or time.monotonic() - self._written >= INTERVAL:
             self.flush()
@@ -100,4 +96,4 @@ class RunnerRecordFile:
         """Writes pending changes."""
         if self._dirty:
             self._dirty, self._written = False, time.monotonic()
-            write_atomic(self._path, self._record.model_copy(update={"updated_at": time.time()}).text())
+            write_atomic(self._path, self._record.but(updated_at=time.time()).text())

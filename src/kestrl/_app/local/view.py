@@ -14,8 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kestrl._app.local.progress import SHOWN_FIRST, Progress, clock, one_line
+from kestrl._app.local.progress import SHOWN_FIRST, clock, failure_counts, one_line, policy_words, step_words, warnings
 from kestrl._app.local.supervisor import Observed
+from kestrl.runstate.state import RunState
 from kestrl.runstate.states import ComponentState, RunPhase
 from kestrl.terminal import safe, safe_line
 
@@ -36,7 +37,7 @@ class View(Protocol):
         """Prints a permanent line."""
         ...
 
-    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None: ...
+    def update(self, state: RunState, components: Mapping[str, Observed]) -> None: ...
 
 
 class PlainView:
@@ -63,34 +64,34 @@ class PlainView:
     def say(self, line: str) -> None:
         self._console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
-    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
+    def update(self, state: RunState, components: Mapping[str, Observed]) -> None:
         for name, seen in components.items():
             if seen.restarts > self._restarts.get(name, 0):
                 self._restarts[name] = seen.restarts
                 self.say(f"{name} ended ({seen.last_exit}) and is restarted: {seen.last_error}")
-        if progress.not_learned and not self._warned:
+        if state.learning.learned is False and not self._warned:
             self._warned = True
-            self.say(f"warning: nothing is learned: {progress.not_learned}")
-        if progress.learning_warning and not self._warned_of_loss:
+            self.say(f"warning: nothing is learned: {state.learning.message}")
+        if state.learning.warning and not self._warned_of_loss:
             self._warned_of_loss = True
-            self.say(f"warning: {progress.learning_warning}")
-        if progress.tool_warning and not self._warned_of_tools:
-            self.say(f"warning: tools: {progress.tool_warning}")
-        self._warned_of_tools = bool(progress.tool_warning)
-        if progress.storage_wait != self._waiting:
-            self._waiting = progress.storage_wait
+            self.say(f"warning: {state.learning.warning}")
+        if state.tools.warning and not self._warned_of_tools:
+            self.say(f"warning: tools: {state.tools.warning}")
+        self._warned_of_tools = bool(state.tools.warning)
+        if state.storage.wait != self._waiting:
+            self._waiting = state.storage.wait
             self.say(f"waiting: {self._waiting}" if self._waiting else "storage is available again")
-        key = (progress.phase, progress.step, progress.message)
+        key = (state.activity.phase or RunPhase.STARTING, state.steps.done, state.activity.message)
         if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
             return
-        if key == self._shown and progress.phase is not RunPhase.STARTING:
-            if progress.gathering.episodes > self._gathered:
-                self._gathered, self._at = progress.gathering.episodes, time.monotonic()
-                self.say(progress.gathering.line())
+        if key == self._shown and key[0] is not RunPhase.STARTING:
+            if state.gathering.episodes > self._gathered:
+                self._gathered, self._at = state.gathering.episodes, time.monotonic()
+                self.say(state.gathering.line())
             return
         self._gathered = 0
         self._shown, self._at = key, time.monotonic()
-        self.say(one_line(progress))
+        self.say(one_line(state))
 
 
 class LiveView:
@@ -113,43 +114,35 @@ class LiveView:
     def say(self, line: str) -> None:
         self._live.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
-    def update(self, progress: Progress, components: Mapping[str, Observed]) -> None:
-        self._live.update(self._draw(progress, components))
+    def update(self, state: RunState, components: Mapping[str, Observed]) -> None:
+        self._live.update(self._draw(state, components))
 
-    def _draw(self, progress: Progress, components: Mapping[str, Observed]) -> Panel:
+    def _draw(self, state: RunState, components: Mapping[str, Observed]) -> Panel:
         bar = Table.grid(expand=True)  # a bare bar ends without a newline, and the next row would be cropped
-        bar.add_row(ProgressBar(total=max(1, progress.total_steps), completed=progress.step))
-        head = Text(safe_line(f"{progress.phase}   step {progress.step}/{progress.total_steps}   {progress.message}"))
+        bar.add_row(ProgressBar(total=max(1, state.steps.total), completed=state.steps.done))
+        head = Text(safe_line(f"{step_words(state)}   {state.activity.message}"))
+        facts = _facts(state, time.monotonic() - self._started)
+        counts = state.history.failures
+        failures = [Text(safe_line(f"failures {failure_counts(counts)}"))] if counts else []
         # On a separate line: a long cell would narrow the other columns.
-        warnings = [f"waiting: {progress.storage_wait}"] if progress.storage_wait else []
-        warnings += [f"nothing is learned: {progress.not_learned}"] if progress.not_learned else []
-        warnings += [progress.learning_warning] if progress.learning_warning else []
-        warnings += [f"tools: {progress.tool_warning}"] if progress.tool_warning else []
-        facts = _facts(progress, time.monotonic() - self._started)
-        failures = [Text(safe_line(_failures(progress)))] if progress.failures else []
-        warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings]
-        rollouts = [Text(safe_line(progress.gathering.line()))] if progress.gathering.wanted else []
+        warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings(state)]
+        rollouts = [Text(safe_line(state.gathering.line()))] if state.gathering.wanted else []
         lines = Group(head, bar, facts, *rollouts, *failures, *warning_lines, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 
-def _facts(progress: Progress, elapsed: float) -> Table:
+def _facts(state: RunState, elapsed: float) -> Table:
     table = Table.grid(padding=(0, 3))
-    first = [f"{name} [bold]{progress.means[name]:.3f}[/]" for name in SHOWN_FIRST if name in progress.means]
+    first = [f"{name} [bold]{state.means[name]:.3f}[/]" for name in SHOWN_FIRST if name in state.means]
     if first:
         table.add_row(*first)
-    policy = f"v{progress.policy.step}" if progress.policy else "none yet"
+    last = state.last_step
     table.add_row(
-        f"policy [bold]{policy}[/] proved {progress.engines_converged}/{progress.engines_total}",
-        f"{progress.tokens_per_second:.0f} tokens/s",
-        f"{clock(elapsed)} elapsed" + (f", {clock(progress.eta_seconds)} to go" if progress.eta_seconds else ""),
+        f"policy [bold]{policy_words(state)}[/] proved {state.engines.verified}/{state.engines.total}",
+        f"{last.tokens_per_second:.0f} tokens/s",
+        f"{clock(elapsed)} elapsed" + (f", {clock(last.eta_seconds)} to go" if last.eta_seconds else ""),
     )
     return table
-
-
-def _failures(progress: Progress) -> str:
-    counts = ", ".join(f"{name} {count}" for name, count in sorted(progress.failures.items()))
-    return f"failures {counts}"
 
 
 def _components(components: Mapping[str, Observed]) -> Text:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from kestrl.api.common.v1 import common_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2
 from kestrl.api.learner.v1 import learner_pb2
-from kestrl.runstate.gathering import Gathering
 from kestrl.runstate.states import EngineState, RunPhase, ServingState
 from kestrl.tools import SandboxInUse
 
@@ -61,29 +59,3 @@ def engine_state_to_proto(state: EngineState) -> inference_pb2.EngineState.Value
 def engine_state_from_proto(value: inference_pb2.EngineState.ValueType) -> EngineState | None:
     """The state, or None if it is not set or unknown to this version."""
     return _ENGINES_BACK.get(value)
-
-
-def gathering_to_proto(gathering: Gathering) -> learner_pb2.Gathering:
-    return learner_pb2.Gathering(
-        wanted=gathering.wanted,
-        groups=gathering.groups,
-        episodes=gathering.episodes,
-        tokens=gathering.tokens,
-        seconds=gathering.seconds,
-        sums=gathering.sums,
-        divisors=gathering.divisors,
-        failures=gathering.failures,
-    )
-
-
-def gathering_from_proto(message: learner_pb2.Gathering) -> Gathering:
-    return Gathering(
-        wanted=message.wanted,
-        groups=message.groups,
-        episodes=message.episodes,
-        tokens=message.tokens,
-        seconds=message.seconds,
-        sums=dict(message.sums),
-        divisors=dict(message.divisors),
-        failures=Counter(dict(message.failures)),
-    )

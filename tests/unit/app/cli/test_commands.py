@@ -271,7 +271,7 @@ def test_status_shows_the_sandbox_in_which_code_runs(finished: Path) -> None:
     (finished / "job-1" / "run.json").write_text(json.dumps({"version": 1, "run": "job-1", "progress": progress}))
     assert "sandbox of code: bwrap, isolates by namespaces\n" in kestrl("status", "--runs", finished)
     record = json.loads(kestrl("status", "--runs", finished, "--json"))["record"]
-    assert record["progress"]["sandboxes"] == progress["sandboxes"]
+    assert record["state"]["tools"]["sandboxes"] == progress["sandboxes"]
 
 
 def test_logs(finished: Path) -> None:

@@ -14,14 +14,13 @@ import pytest
 import yaml
 from tests.program import run_program
 
-from kestrl._app.local.progress import Progress as LocalProgress
 from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Episode, Group, Scenario, StopReason
 from kestrl.episode.codec import group_to_proto
-from kestrl.runstate.states import RunPhase
+from kestrl.runstate.state import RunState, StoreAccess
 from kestrl.storage import open_store
 
 ODD = "a b ü + @ ( ) , = # %"
@@ -185,8 +184,8 @@ def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
 
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:
     run = RunDir(folder / "runs" / "job-1")
-    progress = LocalProgress(phase=RunPhase.TRAINING, storage_wait="storage does not answer: [refused]")
-    RunnerRecordFile(run.path / "run.json", RunnerRecord()).update(progress=progress.record())
+    state = RunState(storage=StoreAccess(wait="storage does not answer: [refused]"))
+    RunnerRecordFile(run.path / "run.json", RunnerRecord()).update(state=state)
     assert "waiting:" not in kestrl(folder, "status").stdout
     handle = run.lock()
     assert handle is not None

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from kestrl._app.local.files import write_atomic
-from kestrl._app.local.progress import Progress
 from kestrl._app.local.rundir import RECORD, RunDir, find_run, make_folders, open_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.site import listeners, reserved_ports, storage_address
 from kestrl._shared.spec import AgentRLJob, parse_job, with_overrides
 from kestrl.errors import UserInputError
+from kestrl.runstate.state import Activity, RunState, Steps
 from kestrl.runstate.states import ComponentState, RunPhase
 from kestrl.storage.layout import SUMMARY
 
@@ -160,11 +160,12 @@ def test_a_taken_port_is_named() -> None:
 def test_the_runners_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.record() is None
+    state = RunState(activity=Activity(phase=RunPhase.TRAINING), steps=Steps(done=3, total=9))
     file = RunnerRecordFile(tmp_path / RECORD, RunnerRecord(run="job-1", job="job", pid=7))
     seen = ComponentRecord(
         state=ComponentState.RUNNING, pid=8, ports={"grpc": 1}, restarts=2, last_exit=None, last_error=""
     )
-    file.update(components={"learner-0": seen}, progress=Progress(step=3, phase=RunPhase.TRAINING).record())
+    file.update(components={"learner-0": seen}, state=state)
     file.update(ended=1, reason="x")
     delayed = run.record()
     assert delayed is not None
@@ -173,8 +174,7 @@ def test_the_runners_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = run.record()
     assert found is not None
     assert (found.ended, found.reason, found.components) == (1, "x", {"learner-0": seen})
-    assert found.progress is not None
-    assert (found.progress.step, found.progress.phase) == (3, RunPhase.TRAINING)
+    assert found.state == state
     assert found.updated_at >= found.started_at > 0
 
 

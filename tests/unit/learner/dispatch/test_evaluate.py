@@ -20,7 +20,7 @@ def group(reward: float | None = None, failure: Failure | None = None, **metrics
 
 
 def progress() -> Progress:
-    return Progress(total_steps=1, engines_total=1, episodes_per_step=1)
+    return Progress(engines=1, episodes_per_step=1)
 
 
 def test_failures_are_counted_by_boundary_and_averaged_nowhere():

@@ -137,13 +137,13 @@ async def test_a_replaced_learner_ends_and_writes_no_summary_or_checkpoint(stage
     async with staged() as stage:
         run = Run(stage.but(max_steps=6, checkpoint_every=1))
         main = asyncio.create_task(run.main())
-        await until(lambda: run.progress.step >= 1 or main.done())
+        await until(lambda: run.progress.state.steps.done >= 1 or main.done())
         newer = Ledger(stage.settings.database, seed=1, size=1, epochs=1, run=stage.settings.run)
         frontier = newer.frontier()
         with pytest.raises(Superseded, match="took over this run"):
             await main
-        assert run.progress.failure is not None
-        assert (run.progress.phase, run.progress.failure.code) == ("failed", "superseded")
+        assert run.progress.state.activity.failure is not None
+        assert (run.progress.state.activity.phase, run.progress.state.activity.failure.code) == ("failed", "superseded")
         store = open_store(stage.settings.storage)
         assert not store.exists("summary.json")
         known = checkpoint.newest_manifest(store)

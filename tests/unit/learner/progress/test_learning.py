@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.rpc.run_report import report_of
 from kestrl.episode import Group
-from kestrl_learner.progress.learning import LearningCounts, Reason, learning
+from kestrl.runstate.history import LearningCounts
+from kestrl.runstate.state import Learning
+from kestrl_learner.progress.learning import Reason, learning, step_counts
 from kestrl_learner.run import Run
 
 CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
@@ -30,7 +33,8 @@ CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
 def counts(*, idle: int = 1, gradient: float = 0.3, calls: int = 0) -> LearningCounts:
     group: Any = SimpleNamespace(episodes=[SimpleNamespace(tool_calls=[None] * calls)])
     result: Any = SimpleNamespace(zero_advantage_groups=idle, grad_norm=gradient, diagnostics={})
-    return LearningCounts(first="a").with_step([group, group], result).with_step([group, group], result)
+    step = step_counts([group, group], result)
+    return LearningCounts(first="a").with_step(step).with_step(step)
 
 
 @pytest.mark.parametrize(("facts", "tools", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -38,14 +42,13 @@ def test_the_reason_names_what_was_missing(facts: dict[str, Any], tools: bool, r
     facts = dict(facts)
     newest = facts.pop("newest", "a")
     verdict = learning(counts(**facts), newest, tools=tools, learning_rate=1e-12)
-    assert verdict is not None
     assert verdict.learned == (reason is None)
     assert verdict.reason == (reason or "")
     assert bool(verdict.message) == (reason is not None)
 
 
 def test_before_the_first_step_nothing_is_said() -> None:
-    assert learning(LearningCounts(first="a"), "a", tools=True, learning_rate=1e-3) is None
+    assert learning(LearningCounts(first="a"), "a", tools=True, learning_rate=1e-3) == Learning()
 
 
 @pytest.mark.parametrize(
@@ -60,9 +63,8 @@ def test_tokens_that_are_clipped_before_anything_was_learned_are_warned_of(
     for share in shares:
         facts = {"clip_fraction": share, "updates": float(updates)}
         result: Any = SimpleNamespace(zero_advantage_groups=0, grad_norm=1.0, diagnostics=facts)
-        state = state.with_step([], result)
+        state = state.with_step(step_counts([], result))
     verdict = learning(state, "b", tools=False, learning_rate=1e-6)
-    assert verdict is not None
     assert verdict.learned
     assert bool(verdict.warning) == warned
     if warned:
@@ -77,7 +79,7 @@ async def test_a_run_that_loses_tokens_to_clipping_says_so_everywhere(staged: An
         await run.main()
         assert stage.summary["learned"] is True
         assert "of the tokens had a ratio beyond the clip range" in stage.summary["learning_warning"]
-        assert run.progress.to_proto().learning_warning == stage.summary["learning_warning"]
+        assert report_of(run.progress.state).learning_warning == stage.summary["learning_warning"]
 
 
 def equal_rewards(_: Any, group: Group) -> Group:
@@ -93,7 +95,7 @@ async def test_a_run_of_equal_rewards_ends_with_learned_false(staged: Any) -> No
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["learned"] is False
         assert stage.summary["not_learned"]["reason"] == "no_reward_spread"
-        report = run.progress.to_proto()
+        report = report_of(run.progress.state)
         assert (report.HasField("learned"), report.learned) == (True, False)
         assert report.not_learned.startswith("in 3 steps every group's rewards were equal")
 
@@ -108,4 +110,4 @@ async def test_what_was_learned_before_a_resume_counts(staged: Any) -> None:
         assert stage.summary["learned"] is True
         again = Run(stage.but(max_steps=4, keep_alive=True))
         await again.main()
-        assert again.progress.to_proto().learned
+        assert report_of(again.progress.state).learned

@@ -52,7 +52,7 @@ async def test_a_group_given_up_is_counted_by_age_and_length(staged: Any, caplog
         assert (stale["groups"], stale["by_age"], stale["tokens"]) == (1, {"2": 1}, 0)
         assert stale["seconds"] > 0
         restored = RunRecord.from_json({"stale": stale}, "").stale
-        assert restored.facts() == stale == run.progress.stale.facts()
+        assert restored.facts() == stale == run.progress.state.history.stale.facts()
         steps = [stage.read(f"metrics/{step:06d}.json")["stale"]["groups"] for step in range(1, 7)]
         assert sum(steps) == 1
         assert "its group was 2 steps old" in caplog.text
@@ -77,7 +77,7 @@ async def test_a_step_waits_for_a_group_that_it_would_make_too_old(staged: Any) 
             async with asyncio.timeout(20):
                 # Step 0 takes what is there; step 1 would make the group 2 steps old and waits, with enough groups at
                 # hand.
-                while run.progress.step != 1 or run.progress.groups_ready < 2:
+                while run.progress.state.steps.done != 1 or run.progress.state.gauges.groups_ready < 2:
                     await run.progress.changed()
             held.set()
         assert stage.summary["stale"]["groups"] == 0
@@ -93,11 +93,11 @@ async def test_a_drain_does_not_wait_for_a_straggler(staged: Any) -> None:
         run = Run(overlapping(stage, 1, stale_groups="wait"))
         task = asyncio.create_task(run.main())
         async with asyncio.timeout(20):
-            while run.progress.step != 1 or run.progress.groups_ready < 2:
+            while run.progress.state.steps.done != 1 or run.progress.state.gauges.groups_ready < 2:
                 await run.progress.changed()
             run.drain()
             await task
-        assert (run.progress.phase, stage.summary["steps"]) == ("suspended", 1)
+        assert (run.progress.state.activity.phase, stage.summary["steps"]) == ("suspended", 1)
 
 
 @pytest.mark.parametrize("kind", ["wait", "release"])

@@ -13,22 +13,50 @@ import obstore
 import pytest
 from tests.unit.learner.fakes import FakeAgent, Watcher, served, watched
 
+from kestrl._shared.rpc.run_report import report_of, state_of
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, EngineFailure, Failure, PlaceError
+from kestrl.runstate.events import (
+    CheckpointFound,
+    LearningObserved,
+    PhaseEntered,
+    StepFinished,
+    StepsPlanned,
+    StorageAwaited,
+)
+from kestrl.runstate.history import StepCounts
+from kestrl.runstate.state import LastStep, Learning, RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
 from kestrl_learner.progress.progress import Progress
-from kestrl_learner.progress.watched import state_of
+from kestrl_learner.progress.watched import standing
 from kestrl_learner.run import Run
 from kestrl_learner.servicer import LearnerServicer
 from kestrl_learner.store import checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+def planned() -> Progress:
+    """The progress of a run of 100 steps with one engine."""
+    progress = Progress(engines=1, episodes_per_step=1)
+    progress.emit(StepsPlanned(total=100))
+    return progress
+
+
+def step_finished(step: int, pace: float) -> StepFinished:
+    """A step with a number of tokens per second."""
+    return StepFinished(
+        step=step,
+        counts=StepCounts(groups=1, idle_groups=0, tool_calls=0, gradient=1.0),
+        took=LastStep(tokens_per_second=pace),
+        message=f"step {step}",
+    )
 
 
 @asynccontextmanager
@@ -218,7 +246,7 @@ async def test_zero_advantage_steps_are_reported(staged: Any, equal_until: int, 
         )
         run = Run(stage.settings)
         await run.main()
-        assert run.progress.to_proto().degenerate == degenerate
+        assert report_of(run.progress.state).degenerate == degenerate
 
 
 async def test_a_resumed_run_reports_its_step_before_loading_and_the_parent(staged: Any) -> None:
@@ -258,7 +286,7 @@ async def test_an_unreadable_checkpoint_does_not_count_and_the_run_goes_on(
             if request.purpose == "train":
                 step = request.policy.step
                 spoilt = step == 1  # while the checkpoint of step 2 is written
-                seen[step] = run.progress.to_proto()
+                seen[step] = report_of(run.progress.state)
                 kept[step] = checkpoint.steps(store)
             return group
 
@@ -286,7 +314,7 @@ async def test_a_storage_failure_is_reported(staged: Any, monkeypatch: pytest.Mo
         run = Run(stage.settings)
         with pytest.raises(PlaceError):
             await run.main()
-        report = run.progress.to_proto()
+        report = report_of(run.progress.state)
         assert report.phase == lpb.RUN_PHASE_FAILED
         assert "no space left" in report.storage_failure
         assert report.checkpoint_step == 0
@@ -303,24 +331,24 @@ async def telling(progress: Progress) -> AsyncGenerator[str]:
 
 
 async def test_changes_are_sent_at_the_requested_interval_and_the_last_always() -> None:
-    progress = Progress(100, 1, 1)
+    progress = planned()
     loop = asyncio.get_running_loop()
     began, interval = loop.time(), 0.3
     async with telling(progress) as address, watched(address, min_interval=interval) as watcher:
         await watcher.reported(lambda report: report.step == 0)
         for step in range(1, 21):
-            progress.update(step=step)
+            progress.emit(CheckpointFound(step=step))
             await asyncio.sleep(0.005)
         await watcher.reported(lambda report: report.step == 20)
         assert len(watcher.reports) <= 1 + (loop.time() - began) / interval
 
 
 async def test_the_end_is_reported_at_once() -> None:
-    progress = Progress(100, 1, 1)
+    progress = planned()
     async with telling(progress) as address, watched(address, min_interval=600.0) as watcher:
         await watcher.reported(lambda report: report.phase == lpb.RUN_PHASE_STARTING)
-        progress.update(step=7)
-        progress.update(phase=RunPhase.FAILED, message="why")
+        progress.emit(CheckpointFound(step=7))
+        progress.emit(PhaseEntered(phase=RunPhase.FAILED, message="why"))
         report = await watcher.reported(lambda report: report.phase == lpb.RUN_PHASE_FAILED)
         assert (report.step, report.message) == (7, "why")
         assert not watcher.ended
@@ -331,39 +359,43 @@ async def test_the_end_is_reported_at_once() -> None:
 
 
 async def test_a_change_during_a_send_is_not_lost_and_equal_states_are_not_sent() -> None:
-    progress = Progress(100, 1, 1)
+    progress = planned()
     reports = LearnerServicer(progress, lambda: None).WatchProgress(lpb.WatchProgressRequest(), None)
     assert (await anext(reports)).step == 0
-    progress.update(step=1)  # the stream is still busy with the report before
+    progress.emit(CheckpointFound(step=1))  # the stream is still busy with the report before
     async with asyncio.timeout(20):
         assert (await anext(reports)).step == 1
-    progress.update()
-    progress.update(phase=RunPhase.SUCCEEDED, tokens_per_second=float("nan"))
+    progress.emit(CheckpointFound(step=1))
+    progress.emit(LearningObserved(learning=Learning(learned=True)))
+    progress.emit(step_finished(1, float("nan")))
+    progress.emit(PhaseEntered(phase=RunPhase.SUCCEEDED))
     progress.end()
     async with asyncio.timeout(20):
         assert [report.phase async for report in reports] == [lpb.RUN_PHASE_SUCCEEDED]
 
 
 async def test_numbers_are_sent_at_their_own_interval_and_states_at_once() -> None:
-    progress = Progress(100, 1, 1)
+    progress = planned()
     servicer = LearnerServicer(progress, lambda: None)
     request = lpb.WatchProgressRequest(min_interval_seconds=0.05, numbers_interval_seconds=600.0)
     reports = servicer.WatchProgress(request, None)
     assert (await anext(reports)).step == 0
-    progress.update(phase=RunPhase.TRAINING, step=1)
+    progress.emit(PhaseEntered(phase=RunPhase.TRAINING))
+    progress.emit(step_finished(1, 1.0))
     assert (await anext(reports)).step == 1
     waits = asyncio.ensure_future(anext(reports))
     for step in range(2, 50):
-        progress.update(step=step, tokens_per_second=float(step), groups_running=step, message=f"step {step}")
+        progress.emit(step_finished(step, float(step)))
+        progress.observe(groups_running=step)
         await asyncio.sleep(0.005)
     assert not waits.done()
-    progress.update(storage_wait="no answer since 21:03:10Z")
+    progress.emit(StorageAwaited(reason="no answer since 21:03:10Z"))
     async with asyncio.timeout(5):
         report = await waits
     assert (report.step, report.storage_wait) == (49, "no answer since 21:03:10Z")
     waits = asyncio.ensure_future(anext(reports))
-    progress.update(step=50)
-    progress.update(phase=RunPhase.SUCCEEDED)
+    progress.emit(CheckpointFound(step=50))
+    progress.emit(PhaseEntered(phase=RunPhase.SUCCEEDED))
     async with asyncio.timeout(5):
         assert (await waits).step == 50
 
@@ -377,10 +409,13 @@ def test_what_goes_on_as_it_should_is_no_other_state() -> None:
             **{**facts, "policy": policy_to_proto(policy), "engines": [engine], "checkpoint_step": step, **more}
         )
 
-    assert state_of(report(1)) == state_of(report(2))
+    def state(step: int, **more: Any) -> RunState:
+        return standing(state_of(report(step, **more)))
+
+    assert state(1) == state(2)
     away = lpb.EngineProgress(name="engine-0", state=lpb.SERVING_STATE_AWAY)
     for change in (
         {"workers": 0}, {"failures": {"judge/late": 1}}, {"means": {}}, {"checkpoint_step": None}, {"degenerate": True},
         {"engines": [away]}, {"engines_total": 2}, {"tool_warning_reason": "no_tool_call"}, {"storage_wait": "since"},
     ):  # fmt: skip
-        assert state_of(report(1, **change)) != state_of(report(1)), change
+        assert state(1, **change) != state(1), change

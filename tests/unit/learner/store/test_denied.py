@@ -69,16 +69,20 @@ async def test_a_run_outlives_a_rotation_of_its_credential(staged: Any, s3_envir
     async with staged(storage=f"s3://runs/{uuid.uuid4().hex}") as stage, running(stage.settings) as (learner, _):
         stage.workers[0].gate = asyncio.Event()
         progress = learner.progress
-        await until(lambda: progress.groups_running == 2)
+        await until(lambda: progress.state.gauges.groups_running == 2)
         rotate(s3_environment.environment(secret="revoked"))
         stage.workers[0].gate.set()
-        await until(lambda: progress.storage_wait, 20)
-        assert "access is denied" in progress.storage_wait
-        assert progress.phase == "training"
+        await until(lambda: progress.state.storage.wait, 20)
+        assert "access is denied" in progress.state.storage.wait
+        assert progress.state.activity.phase == "training"
         rotate(s3_environment.environment())
-        await until(lambda: not progress.storage_wait, 30)
+        await until(lambda: not progress.state.storage.wait, 30)
         await until(lambda: progress.final, 30)
-        assert (progress.phase, progress.step, progress.storage_failure) == ("succeeded", 6, "")
+        assert (progress.state.activity.phase, progress.state.steps.done, progress.state.storage.failure) == (
+            "succeeded",
+            6,
+            "",
+        )
 
 
 async def test_engines_that_are_denied_a_version_ask_again(staged: Any, quick: None) -> None:
@@ -86,11 +90,13 @@ async def test_engines_that_are_denied_a_version_ask_again(staged: Any, quick: N
         for agent in stage.agents:
             agent.fail = lambda policy: DENIED if policy.step else None
         await until(lambda: all(agent.loads > 3 for agent in stage.agents))
-        assert learner.progress.phase == "training"
+        assert learner.progress.state.activity.phase == "training"
         for agent in stage.agents:
             agent.fail = lambda _: None
         await until(lambda: learner.progress.final, 30)
-        assert (learner.progress.phase, learner.progress.step) == ("succeeded", 6), learner.progress.failure
+        assert (learner.progress.state.activity.phase, learner.progress.state.steps.done) == ("succeeded", 6), (
+            learner.progress.state.activity.failure
+        )
 
 
 async def test_engines_that_are_denied_for_long_fail_the_run_as_storage_does(staged: Any) -> None:

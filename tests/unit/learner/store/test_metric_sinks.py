@@ -145,7 +145,7 @@ async def test_a_broken_sink_is_reported_and_the_run_goes_on(staged: Any, tracke
         await run.main()
         assert stage.summary["status"] == "succeeded"
         assert trackers[0].steps() == [1, 2]
-        assert run.progress.failures["user_code/metric_sink_raised"] >= 2
+        assert run.progress.state.history.failures["user_code/metric_sink_raised"] >= 2
         assert stage.read("metrics/000002.json")["step"] == 2
 
 

@@ -191,16 +191,20 @@ async def test_a_run_outlives_an_outage_of_its_storage(staged: Any, away: Any) -
     async with staged(storage=f"s3://runs/{uuid.uuid4().hex}") as stage, running(stage.settings) as (learner, _):
         stage.workers[0].gate = asyncio.Event()
         progress = learner.progress
-        await until(lambda: progress.groups_running == 2)
+        await until(lambda: progress.state.gauges.groups_running == 2)
         await away.go()
         stage.workers[0].gate.set()
-        await until(lambda: progress.storage_wait, 20)
-        assert "Connection refused" in progress.storage_wait
-        assert progress.phase == "training"
+        await until(lambda: progress.state.storage.wait, 20)
+        assert "Connection refused" in progress.state.storage.wait
+        assert progress.state.activity.phase == "training"
         await away.back()
-        await until(lambda: not progress.storage_wait, 30)
+        await until(lambda: not progress.state.storage.wait, 30)
         await until(lambda: progress.final, 30)
-        assert (progress.phase, progress.step, progress.storage_failure) == ("succeeded", 6, "")
+        assert (progress.state.activity.phase, progress.state.steps.done, progress.state.storage.failure) == (
+            "succeeded",
+            6,
+            "",
+        )
 
 
 @SERVERS
@@ -214,17 +218,17 @@ async def test_a_drain_in_an_outage_ends_in_time_and_the_run_resumes(
         stage.workers[0].gate = asyncio.Event()
         learner = Run(stage.settings)
         task = asyncio.create_task(learner.main())
-        await until(lambda: learner.progress.groups_running == 2)
+        await until(lambda: learner.progress.state.gauges.groups_running == 2)
         await away.go()
         stage.workers[0].gate.set()
-        await until(lambda: learner.progress.storage_wait, 20)
+        await until(lambda: learner.progress.state.storage.wait, 20)
         learner.drain()
         async with asyncio.timeout(20):
             with pytest.raises(StorageUnavailable):
                 await task
-        assert (learner.progress.phase, learner.progress.storage_wait) == ("failed", "")
-        assert learner.progress.failure is not None
-        assert learner.progress.failure.code == "storage_unavailable"
+        assert (learner.progress.state.activity.phase, learner.progress.state.storage.wait) == ("failed", "")
+        assert learner.progress.state.activity.failure is not None
+        assert learner.progress.state.activity.failure.code == "storage_unavailable"
         await away.back()
         await Run(stage.settings).main()
         assert checkpoint.steps(open_store(storage))[-1] == 6

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from kestrl.errors import UserInputError
+from kestrl.runstate.history import LearningCounts, Mismatch, Stale
 from kestrl.storage import open_store
-from kestrl_learner.progress.learning import LearningCounts
-from kestrl_learner.progress.stale import Stale
 from kestrl_learner.run import Run
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.run_record import RunRecord
-from kestrl_learner.train.mismatch_stats import MismatchStats
 
 MEANS = {"answer_correct": 0.5, "reward": 0.25, "num_turns": 2.0, "duration": 0.5, "episodes": 3.0, "exceptions": 0.0}
 WITHOUT_VERSION: dict[str, Any] = {
@@ -44,7 +42,7 @@ def test_a_record_without_a_version_is_read() -> None:
     record = RunRecord.from_json(WITHOUT_VERSION, "checkpoints/000002/manifest.json")
     assert record.before == WITHOUT_VERSION["before"]
     assert list(record.evaluations) == [0, 2]
-    assert record.gap == MismatchStats(tokens=132, mean=2.3e-08, p99=4.7e-07, max=4.8e-07, ess=1.0)
+    assert record.gap == Mismatch(tokens=132, mean=2.3e-08, p99=4.7e-07, max=4.8e-07, ess=1.0)
     assert record.learning == LearningCounts(
         first="ca8eff01", steps=2, groups=4, idle_groups=1, tool_calls=7, largest_gradient=0.22
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from kestrl._shared.plan.planning import gap_bounds
+from kestrl.runstate.history import Mismatch
 from kestrl_learner.store.opentelemetry_sink import gap_statistics
 from kestrl_learner.train.logprob_mismatch import measure
-from kestrl_learner.train.mismatch_stats import MismatchStats, merged
+from kestrl_learner.train.mismatch_stats import MismatchStats
 
 BOUNDS = gap_bounds(1e-3)
 
@@ -70,9 +70,9 @@ def test_without_sampled_tokens_there_is_no_mismatch() -> None:
 
 
 def test_over_a_run_the_mean_is_of_all_tokens_and_the_rest_the_worst() -> None:
-    first = merged(None, MismatchStats(mean=0.1, p99=0.2, max=0.3, ess=0.9, tokens=10))
-    both = merged(first, MismatchStats(mean=0.4, p99=0.1, max=0.5, ess=0.95, tokens=20))
-    assert asdict(both) == {"mean": pytest.approx(0.3), "p99": 0.2, "max": 0.5, "ess": 0.9, "tokens": 30}
+    first = Mismatch(mean=0.1, p99=0.2, max=0.3, ess=0.9, tokens=10)
+    both = first.merged(Mismatch(mean=0.4, p99=0.1, max=0.5, ess=0.95, tokens=20))
+    assert both.model_dump() == {"mean": pytest.approx(0.3), "p99": 0.2, "max": 0.5, "ess": 0.9, "tokens": 30}
 
 
 def test_the_metric_is_the_mismatch_to_the_policies_that_sampled() -> None:

@@ -131,7 +131,7 @@ class Dispatcher(GroupSource):
             task = tasks.create_task(self._run(lease, policy), name=f"group-{lease.position}")
             self._running.add(task, RunningGroup(lease.position, policy, size, now))
             task.add_done_callback(self._ended)
-            self._progress.update(groups_running=len(self._running))
+            self._progress.observe(groups_running=len(self._running))
 
     def _startable(self, policy: PolicyVersion) -> int:
         """Groups that may start now."""
@@ -154,7 +154,7 @@ class Dispatcher(GroupSource):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.remove(task)
-        self._progress.update(groups_running=len(self._running))
+        self._progress.observe(groups_running=len(self._running))
         self._queue.notify()
         self._wake.set()
 

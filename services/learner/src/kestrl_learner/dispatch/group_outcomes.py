@@ -9,6 +9,7 @@ from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
 from kestrl.episode import Group, PolicyVersion
 from kestrl.errors import Boundary, Failure, KestrlError
+from kestrl.runstate.events import GroupOutdated
 from kestrl_learner.dispatch.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 from kestrl_learner.dispatch.dynamic_sampling import DynamicSampling
 from kestrl_learner.dispatch.failure_share import FailureShare
@@ -61,7 +62,7 @@ class GroupOutcomes:
 
     def step_taken(self) -> None:
         """Starts the counts of the next step."""
-        self._progress.update(groups_ready=len(self._queue))
+        self._progress.observe(groups_ready=len(self._queue))
         self._failure_share.reset()
         self._dynamic_sampling.reset()
 
@@ -109,7 +110,7 @@ class GroupOutcomes:
             return
         self._leases.finish(lease)
         self._queue.put(ReadyGroup(lease, group, policy))
-        self._progress.update(groups_ready=len(self._queue))
+        self._progress.observe(groups_ready=len(self._queue))
 
     def failed(self, lease: Lease, error: KestrlError) -> None:
         """Handles the failure of a whole group: of the worker, the stream or a deadline.
@@ -164,7 +165,7 @@ class GroupOutcomes:
         return len(older)
 
     def _count_stale(self, lease: Lease, *, age: int, seconds: float, tokens: int) -> None:
-        self._progress.count_stale(age=age, seconds=seconds, tokens=tokens)
+        self._progress.emit(GroupOutdated(age=age, seconds=seconds, tokens=tokens))
         log.info(
             "scenario %d of epoch %d is retried: its group was %d steps old, after %.1f s and %s",
             *(lease.ordinal, lease.epoch, age, seconds),

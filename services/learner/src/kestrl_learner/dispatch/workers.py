@@ -228,7 +228,7 @@ class Workers:
                     await worker.wake.wait()
 
     def _publish_status(self) -> None:
-        self._progress.update(workers=len([worker for worker in self._workers if worker.capacity]))
+        self._progress.observe(workers=len([worker for worker in self._workers if worker.capacity]))
 
     async def _query_capacity(self, worker: _Worker) -> int:
         try:

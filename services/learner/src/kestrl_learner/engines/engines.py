@@ -26,11 +26,13 @@ from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_from_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure, FailureError, KestrlError, PlaceError
+from kestrl.runstate.events import EnginesObserved, VersionPublished
+from kestrl.runstate.state import EngineReport
 from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
 from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
-from kestrl_learner.progress.progress import EngineReport, Progress
+from kestrl_learner.progress.progress import Progress
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
@@ -109,20 +111,25 @@ class Engines:
         """Whether this learner published a version and has not retired it."""
         return name in self._wanted
 
-    async def publish(self, policy: PolicyVersion, uri: str, *, parent: str | None = None) -> list[EngineEntry]:
+    async def publish(
+        self, policy: PolicyVersion, uri: str, *, parent: str | None = None, probe_distance: float | None = None
+    ) -> list[EngineEntry]:
         """Lets the engines load and verify a version; returns those that did by the end of a short wait, at least one.
 
         Args:
             policy: The version.
             uri: Address of its folder.
             parent: Name of the version it was trained from, for the progress.
+            probe_distance: Probe distance to the version before, for the progress; None if it is not known.
 
         Raises:
             NoEngineProved: No engine can, or none did within `start_seconds`.
             PlaceError: No engine can store it: disks are full or not writable.
         """
         self._wanted[policy.name] = Published(policy, uri)
-        self._progress.update(policy=policy, policy_uri=uri, policy_parent=parent or "")
+        self._progress.emit(
+            VersionPublished(version=policy, uri=uri, parent=parent or "", probe_distance=probe_distance)
+        )
         self._publish_status()  # at once: engines have not verified this version yet
         for known in self._known:
             known.wake.set()
@@ -186,15 +193,15 @@ class Engines:
 
     def reports(self) -> list[EngineReport]:
         """Reports on the engines for the run's progress, in the job's order."""
-        return [known.report(self._progress.policy) for known in self._known]
+        return [known.report(self._progress.state.policy.version) for known in self._known]
 
     def _publish_status(self) -> None:
         wanted = [published.policy for published in self._wanted.values()]
         for known in self._known:
             known.update_newest(wanted)
-        newest = self._progress.policy
+        newest = self._progress.state.policy.version
         converged = 0 if newest is None else len(self.proved(newest))
-        self._progress.update(engines_converged=converged, engines=self.reports())
+        self._progress.emit(EnginesObserved(verified=converged, reports=tuple(self.reports())))
         self._changed.notify()
         self.on_change()
 

@@ -12,9 +12,9 @@ from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl._shared.rpc import Channel
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure, PlaceError, StorageInaccessible, StorageUnavailable
+from kestrl.runstate.state import EngineReport
 from kestrl.runstate.states import EngineState, ServingState
 from kestrl_learner.engines.admission import EngineLoad
-from kestrl_learner.progress.progress import EngineReport
 
 LONGEST_REASON = 500
 STORAGE_AWAY = frozenset({StorageInaccessible.code, StorageUnavailable.code})

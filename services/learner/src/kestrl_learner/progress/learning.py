@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.episode import Group
+from kestrl.runstate.history import LearningCounts, StepCounts
+from kestrl.runstate.state import Learning, RunState
 
 if TYPE_CHECKING:
     from kestrl_learner.train.trainer import StepResult
@@ -27,58 +29,20 @@ CLIPPED_SHARE = 0.1
 tokens yet, so that only a difference between engine and learner, or an older policy, can have moved their ratios."""
 
 
-class Learning(NamedTuple):
-    """Whether the weights have changed since version 0."""
-
-    learned: bool
-    reason: str = ""
-    """A `Reason`; empty when something was learned."""
-    message: str = ""
-    """What was observed and what to check or change."""
-    warning: str = ""
-    """What is lost of what could have been learned, and what to change; empty otherwise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningCounts:
-    """Counts over the steps of a run; checkpoints hold them, so that they cover all its processes."""
-
-    first: str = ""
-    """Digest of version 0."""
-    steps: int = 0
-    groups: int = 0
-    idle_groups: int = 0
-    """Groups whose rewards gave no advantage."""
-    tool_calls: int = 0
-    largest_gradient: float = 0.0
-    """Largest gradient norm of a step."""
-    single_updates: int = 0
-    """Steps of one update."""
-    clipped_share: float = 0.0
-    """Mean share of clipped tokens in these."""
-
-    def with_step(self, groups: Sequence[Group], result: StepResult) -> LearningCounts:
-        """The counts with one more step."""
-        calls = sum(len(episode.tool_calls) for group in groups for episode in group.episodes)
-        clipped, single = self.clipped_share, self.single_updates
-        share = result.diagnostics.get("clip_fraction")  # an algorithm of a user's has none
-        if share is not None and result.diagnostics["updates"] == 1:
-            single += 1
-            clipped += (share - clipped) / single
-        return LearningCounts(
-            first=self.first,
-            steps=self.steps + 1,
-            groups=self.groups + len(groups),
-            idle_groups=self.idle_groups + result.zero_advantage_groups,
-            tool_calls=self.tool_calls + calls,
-            largest_gradient=max(self.largest_gradient, result.grad_norm),
-            single_updates=single,
-            clipped_share=clipped,
-        )
+def step_counts(groups: Sequence[Group], result: StepResult) -> StepCounts:
+    """The counts of one step."""
+    share = result.diagnostics.get("clip_fraction")  # an algorithm of a user's has none
+    return StepCounts(
+        groups=len(groups),
+        idle_groups=result.zero_advantage_groups,
+        tool_calls=sum(len(episode.tool_calls) for group in groups for episode in group.episodes),
+        gradient=result.grad_norm,
+        clipped_share=share if share is not None and result.diagnostics["updates"] == 1 else None,
+    )
 
 
-def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate: float) -> Learning | None:
-    """Whether a run has learned anything; None before its first step.
+def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate: float) -> Learning:
+    """Whether a run has learned anything; unknown before its first step.
 
     Args:
         counts: The run's counts.
@@ -87,7 +51,7 @@ def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate:
         learning_rate: The job's, for the message.
     """
     if not counts.steps:
-        return None
+        return Learning()
     if (newest != counts.first) if counts.first else counts.largest_gradient > 0:
         return Learning(learned=True, warning=_clipping(counts))
     steps = f"{counts.steps} step" + ("s" if counts.steps > 1 else "")
@@ -116,6 +80,18 @@ def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate:
         learned=False,
         reason=Reason.WEIGHTS_UNCHANGED,
         message=f"in {steps} the weights did not change; raise algorithm.learningRate (now {learning_rate:g})",
+    )
+
+
+def learning_in(state: RunState, settings: LearnerSettings) -> Learning:
+    """Whether a run has learned anything; unknown before its first step, and in one that only evaluates."""
+    if state.verified.version is None or settings.evaluate is not None:
+        return Learning()
+    return learning(
+        state.history.learning,
+        state.verified.version.sha256,
+        tools=settings.tools,
+        learning_rate=settings.algorithm.learning_rate,
     )
 
 

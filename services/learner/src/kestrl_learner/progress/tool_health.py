@@ -6,12 +6,11 @@ A run whose model never calls a tool may still have rising rewards, so that noth
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kestrl.episode import CallOutcome, Episode, Group
+from kestrl.runstate.history import ToolCounts
 
 WINDOW_EPISODES = 64
 """Maximum number of episodes that the shares and the warning cover; a job with smaller steps has those of one step."""
@@ -47,69 +46,35 @@ class ToolWarning(NamedTuple):
     """What was observed and what to check or change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCounts:
-    """Counts over episodes that were offered tools; checkpoints hold those of the run."""
-
-    episodes: int = 0
-    outcomes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Attempted calls by `CallOutcome`."""
-    unread: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Episodes without a call whose text has a marker of one, by marker."""
-
-    @property
-    def calls(self) -> int:
-        """Attempted calls, those that could not be parsed included."""
-        return sum(self.outcomes.values())
-
-    @property
-    def calls_per_episode(self) -> float:
-        return self.calls / self.episodes if self.episodes else 0.0
-
-    def shares(self) -> dict[str, float]:
-        """Share of each outcome in all calls, 0 for one that did not occur; empty without calls."""
-        return {outcome: self.outcomes.get(outcome, 0) / self.calls for outcome in CallOutcome} if self.calls else {}
-
-    def plus(self, other: ToolCounts) -> ToolCounts:
-        """The sums of both."""
-        return ToolCounts(
-            episodes=self.episodes + other.episodes,
-            outcomes=dict(Counter(self.outcomes) + Counter(other.outcomes)),
-            unread=dict(Counter(self.unread) + Counter(other.unread)),
+def tool_warning(counts: ToolCounts) -> ToolWarning | None:
+    """What is wrong when episodes were offered tools and no call worked; None if one did."""
+    if not counts.episodes or counts.outcomes.get(CallOutcome.OK):
+        return None
+    if counts.calls:
+        failed = ", ".join(f"{name} {count}" for name, count in sorted(counts.outcomes.items()))
+        return ToolWarning(
+            Warn.CALLS_FAILING,
+            f"none of the {counts.calls} tool calls of the last {counts.episodes} episodes succeeded ({failed}); see "
+            "`kestrl episodes show` for the calls and what the model was answered",
         )
-
-    def facts(self) -> dict[str, Any]:
-        """The content as JSON, for the summary."""
-        return {
-            "episodes": self.episodes,
-            "calls": self.calls,
-            "calls_per_episode": self.calls_per_episode,
-            "outcomes": dict(sorted(self.outcomes.items())),
-        }
-
-    def warning(self) -> ToolWarning | None:
-        """What is wrong when episodes were offered tools and no call worked; None if one did."""
-        if not self.episodes or self.outcomes.get(CallOutcome.OK):
-            return None
-        if self.calls:
-            failed = ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items()))
-            return ToolWarning(
-                Warn.CALLS_FAILING,
-                f"none of the {self.calls} tool calls of the last {self.episodes} episodes succeeded ({failed}); see "
-                "`kestrl episodes show` for the calls and what the model was answered",
-            )
-        none = f"none of the last {self.episodes} episodes called a tool, although tools were offered"
-        if self.unread:
-            marker, count = max(self.unread.items(), key=lambda item: item[1])
-            return ToolWarning(
-                Warn.NO_TOOL_CALL,
-                f"{none}; {sum(self.unread.values())} of them contain what looks like a call in a format that is not "
-                f"the job's ({marker} in {count}): check agent.toolCallFormat and the chat template",
-            )
+    none = f"none of the last {counts.episodes} episodes called a tool, although tools were offered"
+    if counts.unread:
+        marker, count = max(counts.unread.items(), key=lambda item: item[1])
         return ToolWarning(
             Warn.NO_TOOL_CALL,
-            f"{none}; see `kestrl episodes show` for what the model answers, and ask for the tools in the prompt",
+            f"{none}; {sum(counts.unread.values())} of them contain what looks like a call in a format that is not "
+            f"the job's ({marker} in {count}): check agent.toolCallFormat and the chat template",
         )
+    return ToolWarning(
+        Warn.NO_TOOL_CALL,
+        f"{none}; see `kestrl episodes show` for what the model answers, and ask for the tools in the prompt",
+    )
+
+
+def outcome_shares(counts: ToolCounts) -> dict[str, float]:
+    """Share of each outcome in all calls, 0 for one that did not occur; empty without calls."""
+    calls = counts.calls
+    return {outcome: counts.outcomes.get(outcome, 0) / calls for outcome in CallOutcome} if calls else {}
 
 
 def counts_of(episode: Episode) -> ToolCounts:
@@ -125,7 +90,7 @@ def _marker(episode: Episode) -> str | None:
 
 
 class ToolHealth:
-    """Counts of a run and of its last episodes."""
+    """Tool calls of the last episodes."""
 
     def __init__(self, *, offered: bool, window: int) -> None:
         """Empty counts.
@@ -136,18 +101,17 @@ class ToolHealth:
         """
         self._offered = offered
         self._window: deque[ToolCounts] = deque(maxlen=max(1, min(WINDOW_EPISODES, window)))
-        self.total = ToolCounts()
-        """Over the whole run."""
 
-    def add(self, group: Group) -> None:
-        """Counts the scored episodes of a group; a row may offer no tools."""
+    def add(self, group: Group) -> ToolCounts:
+        """Counts the scored episodes of a group and returns their counts; a row may offer no tools."""
+        counts = ToolCounts()
         if not self._offered or (group.scenario.tools is not None and not group.scenario.tools):
-            return
+            return counts
         for episode in group.episodes:
             if episode.reward is not None:
-                counts = counts_of(episode)
-                self._window.append(counts)
-                self.total = self.total.plus(counts)
+                self._window.append(counts_of(episode))
+                counts = counts.plus(self._window[-1])
+        return counts
 
     def recent(self) -> ToolCounts:
         """Counts of the last episodes. Callable from any thread."""
@@ -158,4 +122,4 @@ class ToolHealth:
 
     def warning(self) -> ToolWarning | None:
         """The warning about the last episodes, once there are as many as the window holds."""
-        return self.recent().warning() if len(self._window) == self._window.maxlen else None
+        return tool_warning(self.recent()) if len(self._window) == self._window.maxlen else None

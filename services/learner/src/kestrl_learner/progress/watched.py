@@ -1,39 +1,41 @@
-"""What a watcher of a run's progress is sent at once, as opposed to numbers, which can wait. Pure."""
+"""What a watcher of a run is sent at once, as opposed to numbers, which can wait. Pure."""
 
 from __future__ import annotations
 
-from kestrl.api.learner.v1 import learner_pb2 as pb
-
-NUMBERS = (
-    "step", "means", "policy", "policy_uri", "policy_parent", "tokens_per_second", "episodes_per_second", "eta_seconds",
-    "skipped_rows", "groups_running", "groups_ready", "checkpoint_step", "gathering", "learning_warning", "message",
-    "engines_converged", "not_learned", "tool_warning",
-)  # fmt: skip
-"""Fields that change while a run goes on as it should."""
+from kestrl.runstate.gathering import Gathering
+from kestrl.runstate.history import History, Stale
+from kestrl.runstate.state import Gauges, LastStep, RunState, StoreAccess
 
 
-def state_of(report: pb.WatchProgressResponse) -> bytes:
-    """The states in a report, as bytes that differ if one of them does: each field that is not a number, whether there
-    is a version, a checkpoint, a mean reward and a worker, which kinds of failures there were, and the engines' states.
+def standing(state: RunState) -> RunState:
+    """The state without what changes while a run goes on as it should, so that two of them differ if a watcher should
+    know at once: whether there is a version, a checkpoint, a mean reward and a worker stays, as do the kinds of
+    failures and the engines' states. A fact that is not named here is sent at once.
     """
-    state = pb.WatchProgressResponse()
-    state.CopyFrom(report)
-    for name in NUMBERS:
-        state.ClearField(name)
-    state.workers = min(1, report.workers)
-    for kind in report.failures:
-        state.failures[kind] = 1
-    for engine in state.engines:
-        engine.lag = 0
-        engine.ClearField("policy")
-    facts = (
-        report.HasField("policy"),
-        report.HasField("checkpoint_step"),
-        "reward" in report.means,
-        bool(report.means.get("tool_calls")),
-        bool(report.step),
-        bool(report.learning_warning),
-        [engine.HasField("policy") for engine in report.engines],
-        report.engines_converged >= report.engines_total,
+    activity, steps, policy, engines = state.activity, state.steps, state.policy, state.engines
+    return state.but(
+        number=0,
+        activity=activity.but(message=""),
+        steps=steps.but(done=min(1, steps.done), equal_rewards=int(steps.degenerate)),
+        policy=policy.but(
+            version=None, uri="published" if policy.version else "", parent="", seconds=0.0, probe_distance=None
+        ),
+        verified=state.verified.but(version=None, uri=""),
+        engines=engines.but(
+            verified=int(engines.verified >= engines.total),
+            reports=tuple(report.but(policy=None, lag=int(report.policy is None)) for report in engines.reports),
+        ),
+        means={"reward": float("reward" in state.means), "tool_calls": float(bool(state.means.get("tool_calls")))},
+        gathering=Gathering(),
+        stale_in_step=Stale(),
+        last_step=LastStep(),
+        learning=state.learning.but(message="", warning=str(bool(state.learning.warning))),
+        tools=state.tools.but(warning=""),
+        storage=StoreAccess(
+            checkpoint=0 if state.storage.checkpoint is not None else None,
+            failure=state.storage.failure,
+            wait=state.storage.wait,
+        ),
+        history=History(failures=dict.fromkeys(state.history.failures, 1)),
+        gauges=Gauges(workers=min(1, state.gauges.workers)),
     )
-    return state.SerializeToString(deterministic=True) + repr(facts).encode()

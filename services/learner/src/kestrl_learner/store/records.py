@@ -10,15 +10,12 @@ from typing import Any
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.episode import Group, PolicyVersion, Scenario
+from kestrl.runstate.history import History
 from kestrl.runstate.sampling import EvaluationSampling
+from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.storage.summary import Means, RunSummary, SummaryPolicy, SummaryReason, ToolCalls
-from kestrl.tools import SandboxInUse
-from kestrl_learner.progress.learning import Learning
 from kestrl_learner.progress.progress import episode_facts, means_of
-from kestrl_learner.progress.stale import Stale
-from kestrl_learner.progress.tool_health import ToolCounts, ToolWarning
-from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.train.trainer import StepResult
 
 IDENTITY = (
@@ -68,71 +65,53 @@ def format_means(means: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {means[name]:.3f}" for name in ("reward", "answer_correct") if name in means)
 
 
-def build_summary(
-    record: RunRecord,
+def summary_of(
+    state: RunState,
     *,
     status: RunPhase,
     reason: str,
-    steps: int,
-    total_steps: int,
-    newest: tuple[PolicyVersion, str] | None,
     seconds: float,
-    failures: Mapping[str, int],
-    skipped: int,
     gap_bound: float,
-    learning: Learning | None,
-    stale: Stale,
-    tools: ToolCounts,
-    tool_warning: ToolWarning | None,
-    sandboxes: Mapping[str, SandboxInUse],
-    evaluation: EvaluationSampling | None,
+    sampling: EvaluationSampling | None,
 ) -> RunSummary:
     """The summary of a run.
 
     Args:
-        record: What is kept over resumes.
+        state: Its state at the end.
         status: The final phase.
         reason: Why it did not succeed.
-        steps: Optimiser steps done.
-        total_steps: Optimiser steps of the schedule; more than `steps` if scenarios were dropped.
-        newest: The newest version and its address.
         seconds: Time spent on the run by all its processes.
-        failures: Counts by `boundary/code`.
-        skipped: Rows whose prompts leave no room in the context.
         gap_bound: Bound on the mean log-prob mismatch of a step, in nats.
-        learning: Whether anything was learned; None without training.
-        stale: Groups released as too old.
-        tools: Tool calls of the training episodes that were offered tools.
-        tool_warning: What is wrong with the calls of the last episodes.
-        sandboxes: Sandboxes of tools that run code, by tool.
-        evaluation: How the evaluations sampled; None without validation data.
+        sampling: How the evaluations sampled; None without validation data.
     """
-    gap = {} if record.gap is None else asdict(record.gap)
+    history, tools, learning = state.history, state.tools, state.learning
+    gap = {} if history.gap is None else history.gap.model_dump()
     return RunSummary(
         status=status,
         reason=reason,
-        steps=steps,
-        total_steps=total_steps,
-        before=record.before,
-        after=record.after,
-        evaluations=evaluations_of(record),
-        policy=None if newest is None else summary_policy(*newest),
-        learned=None if learning is None else learning.learned,
-        not_learned=None
-        if learning is None or learning.learned
-        else SummaryReason(reason=learning.reason, message=learning.message),
-        learning_warning="" if learning is None else learning.warning,
+        steps=state.steps.done,
+        total_steps=state.steps.total,
+        before=history.before,
+        after=history.after,
+        evaluations=evaluations_of(history),
+        policy=None if state.verified.version is None else summary_policy(state.verified.version, state.verified.uri),
+        learned=learning.learned,
+        not_learned=SummaryReason(reason=learning.reason, message=learning.message)
+        if learning.learned is False
+        else None,
+        learning_warning=learning.warning,
         seconds=seconds,
         logprob_gap={**gap, "worst": gap.get("max", 0.0), "bound": gap_bound},
-        failures=dict(failures),
-        skipped_rows=skipped,
-        stale=stale.facts(),
-        tools=ToolCalls.model_validate(tools.facts()),
-        tool_warning=None
-        if tool_warning is None
-        else SummaryReason(reason=tool_warning.reason, message=tool_warning.message),
-        sandboxes=dict(sandboxes),
-        sampling=evaluation,
+        failures=history.failures,
+        skipped_rows=history.skipped_rows,
+        stale=history.stale.facts(),
+        tools=ToolCalls.model_validate(history.tools.facts()),
+        tool_warning=SummaryReason(reason=tools.warning_reason, message=tools.warning)
+        if tools.warning_reason
+        else None,
+        sandboxes=tools.sandboxes,
+        sampling=sampling,
+        state=state.stored,
     )
 
 
@@ -141,6 +120,6 @@ def summary_policy(policy: PolicyVersion, uri: str) -> SummaryPolicy:
     return SummaryPolicy(version=policy.name, sha256=policy.sha256, uri=uri)
 
 
-def evaluations_of(record: RunRecord) -> tuple[Means, ...]:
+def evaluations_of(history: History) -> tuple[Means, ...]:
     """The evaluations of a run as in a summary."""
-    return tuple({"step": step, **means} for step, means in record.evaluations.items())
+    return tuple({"step": step, **means} for step, means in history.evaluations.items())

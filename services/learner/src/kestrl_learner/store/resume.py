@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
+from kestrl.runstate.events import HistoryRestored, LearningObserved, PhaseEntered, VersionPublished
+from kestrl.runstate.log import Event
+from kestrl.runstate.state import Learning
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, adapter_folder, read_manifest
 from kestrl.storage.summary import DAMAGED, RunSummary, SummaryReason, read_summary
-from kestrl_learner.progress.learning import Learning
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.records import format_means
 
@@ -35,8 +35,8 @@ def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
 
 def completed(
     store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
-) -> Mapping[str, Any] | None:
-    """The final progress of a run that has succeeded already; None if the run is not complete.
+) -> Sequence[Event]:
+    """The events that end a run that has succeeded already; none if the run is not complete.
 
     Summary, last checkpoint and adapter must agree: the summary alone may belong to a shorter schedule or to other
     data.
@@ -54,9 +54,9 @@ def completed(
     """
     summary = _readable_summary(store)
     if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != newest.step:
-        return None
+        return ()
     if summary.policy is None or newest.record.digest != digest or max(newest.step, summary.total_steps) < steps:
-        return None
+        return ()
     folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary.policy.sha256))
     try:
         adapter = read_manifest(store, folder)
@@ -64,17 +64,14 @@ def completed(
         if error.code != "not_found":
             raise
         log.warning("the run has succeeded, but its adapter is missing and is published again: %s", error)
-        return None
-    return {
-        "step": newest.step,
-        "policy": adapter.policy,
-        "policy_uri": store.address(folder),
-        "policy_parent": adapter.parent or "",
-        "learning": _learning(summary),
-        "failures": Counter(summary.failures),
-        "message": "it had succeeded before"
-        + (f"; held-out, after: {format_means(summary.after)}" if summary.after else ""),
-    }
+        return ()
+    after = f"; held-out, after: {format_means(summary.after)}" if summary.after else ""
+    return (
+        VersionPublished(version=adapter.policy, uri=store.address(folder), parent=adapter.parent or ""),
+        LearningObserved(learning=_learning(summary)),
+        HistoryRestored(step=newest.step, history=newest.record.history.but(failures=summary.failures)),
+        PhaseEntered(phase=RunPhase.SUCCEEDED, message=f"it had succeeded before{after}"),
+    )
 
 
 def _readable_summary(store: ObjectStore) -> RunSummary | None:
@@ -87,9 +84,7 @@ def _readable_summary(store: ObjectStore) -> RunSummary | None:
         return None
 
 
-def _learning(summary: RunSummary) -> Learning | None:
-    """The summary's part on learning; None in summaries of older versions."""
-    if summary.learned is None:
-        return None
+def _learning(summary: RunSummary) -> Learning:
+    """The summary's part on learning; unknown in summaries of older versions."""
     why = summary.not_learned or SummaryReason()
-    return Learning(summary.learned, reason=why.reason, message=why.message, warning=summary.learning_warning)
+    return Learning(learned=summary.learned, reason=why.reason, message=why.message, warning=summary.learning_warning)

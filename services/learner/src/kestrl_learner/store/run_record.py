@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
-
+from kestrl.runstate.history import History, Means
 from kestrl.runstate.versioned import Versioned
-from kestrl.storage.summary import Means
-from kestrl_learner.progress.learning import LearningCounts
-from kestrl_learner.progress.stale import Stale
-from kestrl_learner.progress.tool_health import ToolCounts
-from kestrl_learner.train.mismatch_stats import MismatchStats
 
 
-class RunRecord(Versioned):
-    """The record of a run up to a step."""
+class RunRecord(Versioned, History):
+    """The history of a run up to a step, and whose it is."""
 
     NAME: ClassVar[str] = "run record"
     digest: str | None = None
@@ -24,25 +19,27 @@ class RunRecord(Versioned):
     """Fencing token of the learner that wrote it."""
     seconds: float = 0.0
     """Time spent on the run by all its processes."""
-    before: Means | None = None
-    after: Means | None = None
-    evaluations: dict[int, Means] = Field(default_factory=dict[int, Means])
-    """Means by step."""
-    gap: MismatchStats | None = None
-    """Log-prob mismatch to the policies that sampled the tokens."""
-    learning: LearningCounts = LearningCounts()
-    failures: dict[str, int] = Field(default_factory=dict[str, int])
-    """Failures by `boundary/code`."""
     skipped: tuple[tuple[str, int], ...] = ()
     """Rows whose prompts leave no room in the context, by data set and ordinal."""
-    stale: Stale = Field(default_factory=Stale)
-    tools: ToolCounts = ToolCounts()
-    """Tool calls of all scored training episodes that were offered tools."""
 
-    def but(self, **changes: Any) -> RunRecord:
-        """A copy with other values."""
-        return self.model_copy(update=changes)
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], source: str) -> Self:
+        """Reads a record; earlier versions of KestRL wrote no `skipped_rows`."""
+        return super().from_json({"skipped_rows": len(content.get("skipped", ())), **content}, source)
 
-    def with_evaluation(self, step: int, means: Means) -> RunRecord:
+    @classmethod
+    def of(
+        cls, history: History, *, digest: str | None, owner: int, seconds: float, skipped: Iterable[tuple[str, int]]
+    ) -> Self:
+        """The record with a history."""
+        counts = {name: getattr(history, name) for name in History.model_fields}
+        return cls(**counts, digest=digest, owner=owner, seconds=seconds, skipped=tuple(sorted(skipped)))
+
+    @property
+    def history(self) -> History:
+        """The counts alone."""
+        return History(**{name: getattr(self, name) for name in History.model_fields})
+
+    def with_evaluation(self, step: int, means: Means) -> Self:
         """A copy with the means of one more evaluation."""
         return self.but(evaluations={**self.evaluations, step: means})

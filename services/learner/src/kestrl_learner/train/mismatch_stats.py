@@ -28,17 +28,3 @@ class MismatchStats:
                 yield f"{name} {value:.3g} above {bound:.3g}"
         if not self.ess >= bounds.ess:
             yield f"effective sample size {self.ess:.3g} below {bounds.ess:.3g}"
-
-
-def merged(before: MismatchStats | None, step: MismatchStats) -> MismatchStats:
-    """The mismatch over a run: the mean over all tokens, and the worst value of each other statistic."""
-    if before is None:
-        return step
-    tokens = before.tokens + step.tokens
-    return MismatchStats(
-        tokens=tokens,
-        mean=(before.mean * before.tokens + step.mean * step.tokens) / max(1, tokens),
-        p99=max(before.p99, step.p99),
-        max=max(before.max, step.max),
-        ess=min(before.ess, step.ess),
-    )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kestrl.api.common.v1 import common_pb2 as kestrl_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kestrl/api/learner/v1/learner.proto\x12\x15kestrl.api.learner.v1\x1a!kestrl/api/common/v1/common.proto\"V\n\x14WatchProgressRequest\x12\x1c\n\x14min_interval_seconds\x18\x01 \x01(\x01\x12 \n\x18numbers_interval_seconds\x18\x02 \x01(\x01\"\xab\x01\n\x0e\x45ngineProgress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x06policy\x18\x02 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0b\n\x03lag\x18\x03 \x01(\x03\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x32\n\x05state\x18\x06 \x01(\x0e\x32#.kestrl.api.learner.v1.ServingStateJ\x04\x08\x04\x10\x05\"\x82\n\n\x15WatchProgressResponse\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x46\n\x05means\x18\x04 \x03(\x0b\x32\x37.kestrl.api.learner.v1.WatchProgressResponse.MeansEntry\x12\x33\n\x06policy\x18\x05 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x19\n\x11\x65ngines_converged\x18\x06 \x01(\x05\x12\x15\n\rengines_total\x18\x07 \x01(\x05\x12\x19\n\x11tokens_per_second\x18\x08 \x01(\x01\x12\x13\n\x0b\x65ta_seconds\x18\t \x01(\x01\x12L\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32:.kestrl.api.learner.v1.WatchProgressResponse.FailuresEntry\x12.\n\x07\x66\x61ilure\x18\x0b \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x0f\n\x07message\x18\x0c \x01(\t\x12\x16\n\x0egroups_running\x18\r \x01(\x05\x12\x36\n\x07\x65ngines\x18\x0e \x03(\x0b\x32%.kestrl.api.learner.v1.EngineProgress\x12\x1c\n\x0f\x63heckpoint_step\x18\x0f \x01(\x03H\x00\x88\x01\x01\x12\x12\n\npolicy_uri\x18\x10 \x01(\t\x12\x15\n\rpolicy_parent\x18\x11 \x01(\t\x12\x1b\n\x13\x65pisodes_per_second\x18\x12 \x01(\x01\x12\x0f\n\x07workers\x18\x13 \x01(\x05\x12\x14\n\x0cgroups_ready\x18\x14 \x01(\x05\x12\x12\n\ndegenerate\x18\x15 \x01(\x08\x12\x17\n\x0fstorage_failure\x18\x16 \x01(\t\x12\x14\n\x07learned\x18\x17 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12not_learned_reason\x18\x18 \x01(\t\x12\x13\n\x0bnot_learned\x18\x19 \x01(\t\x12\x14\n\x0cstorage_wait\x18\x1a \x01(\t\x12\x14\n\x0cskipped_rows\x18\x1b \x01(\x03\x12.\n\x05phase\x18\x1c \x01(\x0e\x32\x1f.kestrl.api.learner.v1.RunPhase\x12\x33\n\tgathering\x18\x1d \x01(\x0b\x32 .kestrl.api.learner.v1.Gathering\x12\x1b\n\x13tool_warning_reason\x18\x1e \x01(\t\x12\x14\n\x0ctool_warning\x18\x1f \x01(\t\x12N\n\tsandboxes\x18  \x03(\x0b\x32;.kestrl.api.learner.v1.WatchProgressResponse.SandboxesEntry\x12\x18\n\x10learning_warning\x18! \x01(\t\x1a,\n\nMeansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01\x42\x12\n\x10_checkpoint_stepB\n\n\x08_learnedJ\x04\x08\x01\x10\x02\"\xab\x03\n\tGathering\x12\x0e\n\x06wanted\x18\x01 \x01(\x05\x12\x0e\n\x06groups\x18\x02 \x01(\x05\x12\x10\n\x08\x65pisodes\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x38\n\x04sums\x18\x06 \x03(\x0b\x32*.kestrl.api.learner.v1.Gathering.SumsEntry\x12@\n\x08\x64ivisors\x18\x07 \x03(\x0b\x32..kestrl.api.learner.v1.Gathering.DivisorsEntry\x12@\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32..kestrl.api.learner.v1.Gathering.FailuresEntry\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rDivisorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*\xcf\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x02\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x03\x12\x16\n\x12RUN_PHASE_DRAINING\x10\x04\x12\x17\n\x13RUN_PHASE_SUCCEEDED\x10\x05\x12\x14\n\x10RUN_PHASE_FAILED\x10\x06\x12\x17\n\x13RUN_PHASE_SUSPENDED\x10\x07*\xd4\x01\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x19\n\x15SERVING_STATE_LOADING\x10\x03\x12\x1c\n\x18SERVING_STATE_RECOVERING\x10\x04\x12\x1d\n\x19SERVING_STATE_QUARANTINED\x10\x05\x12\x16\n\x12SERVING_STATE_AWAY\x10\x06\x32\xd2\x01\n\x0eLearnerService\x12l\n\rWatchProgress\x12+.kestrl.api.learner.v1.WatchProgressRequest\x1a,.kestrl.api.learner.v1.WatchProgressResponse0\x01\x12R\n\x05\x44rain\x12#.kestrl.api.learner.v1.DrainRequest\x1a$.kestrl.api.learner.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kestrl/api/learner/v1/learner.proto\x12\x15kestrl.api.learner.v1\x1a!kestrl/api/common/v1/common.proto\"V\n\x14WatchProgressRequest\x12\x1c\n\x14min_interval_seconds\x18\x01 \x01(\x01\x12 \n\x18numbers_interval_seconds\x18\x02 \x01(\x01\"\xab\x01\n\x0e\x45ngineProgress\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x06policy\x18\x02 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0b\n\x03lag\x18\x03 \x01(\x03\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x32\n\x05state\x18\x06 \x01(\x0e\x32#.kestrl.api.learner.v1.ServingStateJ\x04\x08\x04\x10\x05\"\x91\n\n\x15WatchProgressResponse\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x46\n\x05means\x18\x04 \x03(\x0b\x32\x37.kestrl.api.learner.v1.WatchProgressResponse.MeansEntry\x12\x33\n\x06policy\x18\x05 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x19\n\x11\x65ngines_converged\x18\x06 \x01(\x05\x12\x15\n\rengines_total\x18\x07 \x01(\x05\x12\x19\n\x11tokens_per_second\x18\x08 \x01(\x01\x12\x13\n\x0b\x65ta_seconds\x18\t \x01(\x01\x12L\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32:.kestrl.api.learner.v1.WatchProgressResponse.FailuresEntry\x12.\n\x07\x66\x61ilure\x18\x0b \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x0f\n\x07message\x18\x0c \x01(\t\x12\x16\n\x0egroups_running\x18\r \x01(\x05\x12\x36\n\x07\x65ngines\x18\x0e \x03(\x0b\x32%.kestrl.api.learner.v1.EngineProgress\x12\x1c\n\x0f\x63heckpoint_step\x18\x0f \x01(\x03H\x00\x88\x01\x01\x12\x12\n\npolicy_uri\x18\x10 \x01(\t\x12\x15\n\rpolicy_parent\x18\x11 \x01(\t\x12\x1b\n\x13\x65pisodes_per_second\x18\x12 \x01(\x01\x12\x0f\n\x07workers\x18\x13 \x01(\x05\x12\x14\n\x0cgroups_ready\x18\x14 \x01(\x05\x12\x12\n\ndegenerate\x18\x15 \x01(\x08\x12\x17\n\x0fstorage_failure\x18\x16 \x01(\t\x12\x14\n\x07learned\x18\x17 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12not_learned_reason\x18\x18 \x01(\t\x12\x13\n\x0bnot_learned\x18\x19 \x01(\t\x12\x14\n\x0cstorage_wait\x18\x1a \x01(\t\x12\x14\n\x0cskipped_rows\x18\x1b \x01(\x03\x12.\n\x05phase\x18\x1c \x01(\x0e\x32\x1f.kestrl.api.learner.v1.RunPhase\x12\x33\n\tgathering\x18\x1d \x01(\x0b\x32 .kestrl.api.learner.v1.Gathering\x12\x1b\n\x13tool_warning_reason\x18\x1e \x01(\t\x12\x14\n\x0ctool_warning\x18\x1f \x01(\t\x12N\n\tsandboxes\x18  \x03(\x0b\x32;.kestrl.api.learner.v1.WatchProgressResponse.SandboxesEntry\x12\x18\n\x10learning_warning\x18! \x01(\t\x12\r\n\x05state\x18\" \x01(\t\x1a,\n\nMeansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01\x42\x12\n\x10_checkpoint_stepB\n\n\x08_learnedJ\x04\x08\x01\x10\x02\"\xab\x03\n\tGathering\x12\x0e\n\x06wanted\x18\x01 \x01(\x05\x12\x0e\n\x06groups\x18\x02 \x01(\x05\x12\x10\n\x08\x65pisodes\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x38\n\x04sums\x18\x06 \x03(\x0b\x32*.kestrl.api.learner.v1.Gathering.SumsEntry\x12@\n\x08\x64ivisors\x18\x07 \x03(\x0b\x32..kestrl.api.learner.v1.Gathering.DivisorsEntry\x12@\n\x08\x66\x61ilures\x18\x08 \x03(\x0b\x32..kestrl.api.learner.v1.Gathering.FailuresEntry\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rDivisorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a/\n\rFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*\xcf\x01\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_PHASE_STARTING\x10\x01\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x02\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x03\x12\x16\n\x12RUN_PHASE_DRAINING\x10\x04\x12\x17\n\x13RUN_PHASE_SUCCEEDED\x10\x05\x12\x14\n\x10RUN_PHASE_FAILED\x10\x06\x12\x17\n\x13RUN_PHASE_SUSPENDED\x10\x07*\xd4\x01\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x19\n\x15SERVING_STATE_LOADING\x10\x03\x12\x1c\n\x18SERVING_STATE_RECOVERING\x10\x04\x12\x1d\n\x19SERVING_STATE_QUARANTINED\x10\x05\x12\x16\n\x12SERVING_STATE_AWAY\x10\x06\x32\xd2\x01\n\x0eLearnerService\x12l\n\rWatchProgress\x12+.kestrl.api.learner.v1.WatchProgressRequest\x1a,.kestrl.api.learner.v1.WatchProgressResponse0\x01\x12R\n\x05\x44rain\x12#.kestrl.api.learner.v1.DrainRequest\x1a$.kestrl.api.learner.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,34 +44,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GATHERING_DIVISORSENTRY']._serialized_options = b'8\001'
   _globals['_GATHERING_FAILURESENTRY']._loaded_options = None
   _globals['_GATHERING_FAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNPHASE']._serialized_start=2108
-  _globals['_RUNPHASE']._serialized_end=2315
-  _globals['_SERVINGSTATE']._serialized_start=2318
-  _globals['_SERVINGSTATE']._serialized_end=2530
+  _globals['_RUNPHASE']._serialized_start=2123
+  _globals['_RUNPHASE']._serialized_end=2330
+  _globals['_SERVINGSTATE']._serialized_start=2333
+  _globals['_SERVINGSTATE']._serialized_end=2545
   _globals['_WATCHPROGRESSREQUEST']._serialized_start=97
   _globals['_WATCHPROGRESSREQUEST']._serialized_end=183
   _globals['_ENGINEPROGRESS']._serialized_start=186
   _globals['_ENGINEPROGRESS']._serialized_end=357
   _globals['_WATCHPROGRESSRESPONSE']._serialized_start=360
-  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1642
-  _globals['_WATCHPROGRESSRESPONSE_MEANSENTRY']._serialized_start=1425
-  _globals['_WATCHPROGRESSRESPONSE_MEANSENTRY']._serialized_end=1469
-  _globals['_WATCHPROGRESSRESPONSE_FAILURESENTRY']._serialized_start=1471
-  _globals['_WATCHPROGRESSRESPONSE_FAILURESENTRY']._serialized_end=1518
-  _globals['_WATCHPROGRESSRESPONSE_SANDBOXESENTRY']._serialized_start=1520
-  _globals['_WATCHPROGRESSRESPONSE_SANDBOXESENTRY']._serialized_end=1604
-  _globals['_GATHERING']._serialized_start=1645
-  _globals['_GATHERING']._serialized_end=2072
-  _globals['_GATHERING_SUMSENTRY']._serialized_start=1931
-  _globals['_GATHERING_SUMSENTRY']._serialized_end=1974
-  _globals['_GATHERING_DIVISORSENTRY']._serialized_start=1976
-  _globals['_GATHERING_DIVISORSENTRY']._serialized_end=2023
-  _globals['_GATHERING_FAILURESENTRY']._serialized_start=2025
-  _globals['_GATHERING_FAILURESENTRY']._serialized_end=2072
-  _globals['_DRAINREQUEST']._serialized_start=2074
-  _globals['_DRAINREQUEST']._serialized_end=2088
-  _globals['_DRAINRESPONSE']._serialized_start=2090
-  _globals['_DRAINRESPONSE']._serialized_end=2105
-  _globals['_LEARNERSERVICE']._serialized_start=2533
-  _globals['_LEARNERSERVICE']._serialized_end=2743
+  _globals['_WATCHPROGRESSRESPONSE']._serialized_end=1657
+  _globals['_WATCHPROGRESSRESPONSE_MEANSENTRY']._serialized_start=1440
+  _globals['_WATCHPROGRESSRESPONSE_MEANSENTRY']._serialized_end=1484
+  _globals['_WATCHPROGRESSRESPONSE_FAILURESENTRY']._serialized_start=1486
+  _globals['_WATCHPROGRESSRESPONSE_FAILURESENTRY']._serialized_end=1533
+  _globals['_WATCHPROGRESSRESPONSE_SANDBOXESENTRY']._serialized_start=1535
+  _globals['_WATCHPROGRESSRESPONSE_SANDBOXESENTRY']._serialized_end=1619
+  _globals['_GATHERING']._serialized_start=1660
+  _globals['_GATHERING']._serialized_end=2087
+  _globals['_GATHERING_SUMSENTRY']._serialized_start=1946
+  _globals['_GATHERING_SUMSENTRY']._serialized_end=1989
+  _globals['_GATHERING_DIVISORSENTRY']._serialized_start=1991
+  _globals['_GATHERING_DIVISORSENTRY']._serialized_end=2038
+  _globals['_GATHERING_FAILURESENTRY']._serialized_start=2040
+  _globals['_GATHERING_FAILURESENTRY']._serialized_end=2087
+  _globals['_DRAINREQUEST']._serialized_start=2089
+  _globals['_DRAINREQUEST']._serialized_end=2103
+  _globals['_DRAINRESPONSE']._serialized_start=2105
+  _globals['_DRAINRESPONSE']._serialized_end=2120
+  _globals['_LEARNERSERVICE']._serialized_start=2548
+  _globals['_LEARNERSERVICE']._serialized_end=2758
 # @@protoc_insertion_point(module_scope)

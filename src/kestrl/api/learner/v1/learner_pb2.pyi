@@ -276,6 +276,7 @@ class WatchProgressResponse(_message.Message):
     TOOL_WARNING_FIELD_NUMBER: _builtins.int
     SANDBOXES_FIELD_NUMBER: _builtins.int
     LEARNING_WARNING_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Finished optimiser steps."""
     total_steps: _builtins.int
@@ -326,6 +327,10 @@ class WatchProgressResponse(_message.Message):
     """The same for a person, with what to check."""
     learning_warning: _builtins.str
     """What is lost of what could be learned, with what to change; empty otherwise."""
+    state: _builtins.str
+    """The whole state of the run, kestrl.runstate.state.RunState as JSON. The other fields say parts of it again for clients of
+    earlier versions.
+    """
     @_builtins.property
     def means(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Running means: reward, answer_correct, num_turns and metrics of rewards."""
@@ -389,10 +394,11 @@ class WatchProgressResponse(_message.Message):
         tool_warning: _builtins.str = ...,
         sandboxes: _abc.Mapping[_builtins.str, _common_pb2.SandboxInUse] | None = ...,
         learning_warning: _builtins.str = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "failure", b"failure", "gathering", b"gathering", "learned", b"learned", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "learning_warning", b"learning_warning", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "sandboxes", b"sandboxes", "skipped_rows", b"skipped_rows", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "tool_warning", b"tool_warning", "tool_warning_reason", b"tool_warning_reason", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step", "_learned", b"_learned", "checkpoint_step", b"checkpoint_step", "degenerate", b"degenerate", "engines", b"engines", "engines_converged", b"engines_converged", "engines_total", b"engines_total", "episodes_per_second", b"episodes_per_second", "eta_seconds", b"eta_seconds", "failure", b"failure", "failures", b"failures", "gathering", b"gathering", "groups_ready", b"groups_ready", "groups_running", b"groups_running", "learned", b"learned", "learning_warning", b"learning_warning", "means", b"means", "message", b"message", "not_learned", b"not_learned", "not_learned_reason", b"not_learned_reason", "phase", b"phase", "policy", b"policy", "policy_parent", b"policy_parent", "policy_uri", b"policy_uri", "sandboxes", b"sandboxes", "skipped_rows", b"skipped_rows", "state", b"state", "step", b"step", "storage_failure", b"storage_failure", "storage_wait", b"storage_wait", "tokens_per_second", b"tokens_per_second", "tool_warning", b"tool_warning", "tool_warning_reason", b"tool_warning_reason", "total_steps", b"total_steps", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_step: _TypeAlias = _typing.Literal["checkpoint_step"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_step: _TypeAlias = _typing.Literal["_checkpoint_step", b"_checkpoint_step"]  # noqa: Y015

@@ -1,0 +1,172 @@
+"""What a run did, counted over all its processes. Pure.
+
+Checkpoints hold it beside the weights that it describes, so that a resumed run goes on counting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from pydantic import Field
+
+from kestrl.runstate.part import Part
+
+Means = dict[str, float]
+"""Means over the held-out data, by name."""
+SECONDS_DIGITS = 3
+
+
+class Mismatch(Part):
+    """Log-prob differences, learner minus engine, in nats per sampled token."""
+
+    mean: float = 0.0
+    """Mean absolute difference; `p99` and `max` are of absolute differences too."""
+    p99: float = 0.0
+    max: float = 0.0
+    ess: float = 1.0
+    """Effective sample size of the importance weights as a share of the tokens; 1 if all log-probs agree."""
+    tokens: int = 0
+
+    def merged(self, step: Mismatch) -> Mismatch:
+        """The mismatch with one more step: the mean over all tokens, and the worst value of each other statistic."""
+        tokens = self.tokens + step.tokens
+        return Mismatch(
+            tokens=tokens,
+            mean=(self.mean * self.tokens + step.mean * step.tokens) / max(1, tokens),
+            p99=max(self.p99, step.p99),
+            max=max(self.max, step.max),
+            ess=min(self.ess, step.ess),
+        )
+
+
+class StepCounts(Part):
+    """Counts of one optimiser step from which follows whether anything is learned."""
+
+    groups: int
+    idle_groups: int
+    """Groups whose rewards gave no advantage."""
+    tool_calls: int
+    gradient: float
+    """Norm of the gradient."""
+    clipped_share: float | None = None
+    """Share of clipped tokens of the step's only update; None with several updates, or without clipping."""
+
+
+class LearningCounts(Part):
+    """Counts over the steps of a run."""
+
+    first: str = ""
+    """Digest of version 0."""
+    steps: int = 0
+    groups: int = 0
+    idle_groups: int = 0
+    """Groups whose rewards gave no advantage."""
+    tool_calls: int = 0
+    largest_gradient: float = 0.0
+    """Largest gradient norm of a step."""
+    single_updates: int = 0
+    """Steps of one update."""
+    clipped_share: float = 0.0
+    """Mean share of clipped tokens in these."""
+
+    def with_step(self, step: StepCounts) -> LearningCounts:
+        """The counts with one more step."""
+        clipped, single = self.clipped_share, self.single_updates
+        if step.clipped_share is not None:
+            single += 1
+            clipped += (step.clipped_share - clipped) / single
+        return LearningCounts(
+            first=self.first,
+            steps=self.steps + 1,
+            groups=self.groups + step.groups,
+            idle_groups=self.idle_groups + step.idle_groups,
+            tool_calls=self.tool_calls + step.tool_calls,
+            largest_gradient=max(self.largest_gradient, step.gradient),
+            single_updates=single,
+            clipped_share=clipped,
+        )
+
+
+class Stale(Part):
+    """Groups that were released as too old to be trained on. Their scenarios are retried, so that only time is lost."""
+
+    by_age: dict[int, int] = Field(default_factory=dict[int, int])
+    """Groups by their age in steps at release."""
+    seconds: float = 0.0
+    """Total running time of the groups."""
+    tokens: int = 0
+    """Sampled tokens of groups that had ended; those of running groups are not known."""
+
+    def plus(self, other: Stale) -> Stale:
+        """The sums of both."""
+        ages = self.by_age.keys() | other.by_age.keys()
+        return Stale(
+            by_age={age: self.by_age.get(age, 0) + other.by_age.get(age, 0) for age in sorted(ages)},
+            seconds=self.seconds + other.seconds,
+            tokens=self.tokens + other.tokens,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as in `summary.json` and in the record of a step."""
+        return {
+            "groups": sum(self.by_age.values()),
+            "by_age": {str(age): count for age, count in sorted(self.by_age.items())},
+            "seconds": round(self.seconds, SECONDS_DIGITS),
+            "tokens": self.tokens,
+        }
+
+
+class ToolCounts(Part):
+    """Tool calls of scored training episodes that were offered tools."""
+
+    episodes: int = 0
+    outcomes: dict[str, int] = Field(default_factory=dict[str, int])
+    """Attempted calls by `CallOutcome`."""
+    unread: dict[str, int] = Field(default_factory=dict[str, int])
+    """Episodes without a call whose text has a marker of one, by marker."""
+
+    @property
+    def calls(self) -> int:
+        """Attempted calls, those that could not be parsed included."""
+        return sum(self.outcomes.values())
+
+    @property
+    def calls_per_episode(self) -> float:
+        return self.calls / self.episodes if self.episodes else 0.0
+
+    def plus(self, other: ToolCounts) -> ToolCounts:
+        """The sums of both."""
+        return ToolCounts(
+            episodes=self.episodes + other.episodes,
+            outcomes=dict(Counter(self.outcomes) + Counter(other.outcomes)),
+            unread=dict(Counter(self.unread) + Counter(other.unread)),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as in `summary.json`."""
+        return {
+            "episodes": self.episodes,
+            "calls": self.calls,
+            "calls_per_episode": self.calls_per_episode,
+            "outcomes": dict(sorted(self.outcomes.items())),
+        }
+
+
+class History(Part):
+    """What a run did up to a step."""
+
+    before: Means | None = None
+    """Means of the evaluation before training."""
+    after: Means | None = None
+    evaluations: dict[int, Means] = Field(default_factory=dict[int, Means])
+    """Means by step."""
+    gap: Mismatch | None = None
+    """Log-prob mismatch to the policies that sampled the tokens."""
+    learning: LearningCounts = LearningCounts()
+    failures: dict[str, int] = Field(default_factory=dict[str, int])
+    """Failures by `boundary/code`."""
+    skipped_rows: int = 0
+    """Rows whose prompts leave no room in the context."""
+    stale: Stale = Stale()
+    tools: ToolCounts = ToolCounts()

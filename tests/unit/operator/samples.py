@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.rpc.codec import run_phase_to_proto, serving_state_to_proto
+from kestrl._shared.rpc.run_report import state_of
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
@@ -132,7 +133,13 @@ def failed(boundary: Boundary = Boundary.ENGINE, code: str = "no_engine_proved",
 
 def learner_report(given: pb.WatchProgressResponse, number: int = 0, **changes: Any) -> LearnerReport:
     """A report from the learner's pod of that number."""
-    plain: dict[str, Any] = {"pod": f"learner-{number}", "at": NOW, "report": given, "stepped": NOW - 20, "pace": 30.0}
+    plain: dict[str, Any] = {
+        "pod": f"learner-{number}",
+        "at": NOW,
+        "state": state_of(given),
+        "stepped": NOW - 20,
+        "pace": 30.0,
+    }
     return LearnerReport(**(plain | changes))
 
 

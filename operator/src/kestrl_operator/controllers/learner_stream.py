@@ -14,9 +14,12 @@ from dataclasses import replace
 from time import time
 
 from kestrl._shared.rpc import call, channel, stream
+from kestrl._shared.rpc.run_report import state_of
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.errors import KestrlError
+from kestrl.runstate.state import RunState
+from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.snapshot import LearnerReport
 from kestrl_operator.state.store import Key
 
@@ -75,7 +78,7 @@ class LearnerStream:
                         peer="learner",
                         token=self._token,
                     ):
-                        self._take(report)
+                        self._take(state_of(report))
                         wait = FIRST_RETRY
                     why = "it ended the stream"
                 except KestrlError as error:
@@ -91,24 +94,24 @@ class LearnerStream:
                 await asyncio.sleep(wait)
                 wait = min(LONGEST_RETRY, 2 * wait)
 
-    def _take(self, report: pb.WatchProgressResponse) -> None:
-        now, old = time(), self.report
+    def _take(self, state: RunState) -> None:
+        now, old, done, phase = time(), self.report, state.steps.done, state.activity.phase
         stepped = now if old is None else old.stepped
-        if old is not None and old.report.step != report.step:
+        if old is not None and old.state.steps.done != done:
             self._paces.append(now - old.stepped)
             stepped = now
-        if old is not None and old.report.phase != report.phase:
+        if old is not None and old.phase is not phase:
             stepped = now
-        if report.phase == pb.RUN_PHASE_TRAINING and (self._first_step is None or report.step < self._first_step):
-            self._first_step = report.step
+        if phase is RunPhase.TRAINING and (self._first_step is None or done < self._first_step):
+            self._first_step = done
         self._tried, self.unreachable = True, ""
         self.report = LearnerReport(
             pod=self.pod,
             at=now,
-            report=report,
+            state=state,
             stepped=stepped,
             pace=max(self._paces, default=0.0),
-            gained=0 if self._first_step is None else max(0, report.step - self._first_step),
+            gained=0 if self._first_step is None else max(0, done - self._first_step),
         )
         self._changed(self.key)
 

@@ -9,12 +9,10 @@ from math import isfinite
 from typing import Any
 
 from kestrl._shared.plan.components import Role
-from kestrl._shared.rpc.codec import run_phase_from_proto
 from kestrl._shared.spec import AgentRLJob
-from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
-from kestrl.episode.codec import failure_from_proto, policy_from_proto
 from kestrl.errors import Boundary, Failure, PlaceError, StorageInaccessible, StorageUnavailable, UserInputError
+from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 
 Object = Mapping[str, Any]
@@ -117,7 +115,8 @@ class LearnerReport:
     pod: str
     """Uid of the learner's pod."""
     at: float
-    report: pb.WatchProgressResponse
+    state: RunState
+    """The run as the learner reported it."""
     stepped: float
     """When its step last changed."""
     pace: float
@@ -129,12 +128,12 @@ class LearnerReport:
     @property
     def policy(self) -> PolicyVersion | None:
         """The newest published version."""
-        return policy_from_proto(self.report.policy)
+        return self.state.policy.version
 
     @property
     def phase(self) -> RunPhase | None:
         """Phase of the run; None if it is unknown to this version."""
-        return run_phase_from_proto(self.report.phase)
+        return self.state.activity.phase
 
     @property
     def over(self) -> bool:
@@ -149,21 +148,21 @@ class LearnerReport:
         newest = self.policy
         if newest is None:
             return 0
-        by_name = {engine.name for engine in self.report.engines if policy_from_proto(engine.policy) == newest}
-        return min(len(by_name), self.report.engines_converged)
+        by_name = {engine.name for engine in self.state.engines.reports if engine.policy == newest}
+        return min(len(by_name), self.state.engines.verified)
 
     def mean(self, name: str) -> float | None:
         """A mean over the last episodes; None if there is none."""
-        return number(self.report.means[name], 4) if name in self.report.means else None
+        return number(self.state.means[name], 4) if name in self.state.means else None
 
     @property
     def failure(self) -> Failure | None:
         """Why the run failed; None if it did not."""
         if self.phase is not RunPhase.FAILED:
             return None
-        if self.report.HasField("failure"):
-            return failure_from_proto(self.report.failure)
-        message = self.report.message or "no reason was reported"
+        if self.state.activity.failure is not None:
+            return self.state.activity.failure
+        message = self.state.activity.message or "no reason was reported"
         return Failure(boundary=Boundary.INFRASTRUCTURE, code="internal", message=message, component="learner-0")
 
 

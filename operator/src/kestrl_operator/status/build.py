@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 from kestrl._shared.plan.components import Role
-from kestrl._shared.rpc.codec import serving_state_from_proto
 from kestrl._shared.spec.status import (
     Condition,
     EngineStatus,
@@ -18,10 +17,8 @@ from kestrl._shared.spec.status import (
     SandboxStatus,
     Shown,
 )
-from kestrl.api.common.v1.common_pb2 import PolicyVersion as PolicyMessage
-from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.episode.codec import policy_from_proto
-from kestrl.runstate.states import RunPhase
+from kestrl.runstate.state import EngineReport, RunState
+from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.render.network import selector
 from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
 from kestrl_operator.status.conditions import (
@@ -152,21 +149,21 @@ def written(seconds: float) -> str:
 
 
 def _progress(live: LearnerReport) -> ProgressStatus:
-    report = live.report
+    state, last = live.state, live.state.last_step
     return ProgressStatus(
-        step=report.step,
-        total_steps=report.total_steps,
+        step=state.steps.done,
+        total_steps=state.steps.total,
         reward=live.mean("reward"),
         answer_correct=live.mean("answer_correct"),
-        episodes_per_second=number(report.episodes_per_second, 2) or None,
-        tokens_per_second=number(report.tokens_per_second, 1) or None,
-        eta_seconds=int(report.eta_seconds) or None if 0 < report.eta_seconds < LONGEST_ETA else None,
-        failures=dict(sorted(report.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_SHOWN]),
+        episodes_per_second=number(last.episodes_per_second, 2) or None,
+        tokens_per_second=number(last.tokens_per_second, 1) or None,
+        eta_seconds=int(last.eta_seconds) or None if 0 < last.eta_seconds < LONGEST_ETA else None,
+        failures=dict(sorted(state.history.failures.items(), key=lambda item: (-item[1], item[0]))[:FAILURES_SHOWN]),
     )
 
 
 def _sandboxes(live: LearnerReport) -> list[SandboxStatus]:
-    used = sorted(live.report.sandboxes.items())[:SANDBOXES_SHOWN]
+    used = sorted(live.state.tools.sandboxes.items())[:SANDBOXES_SHOWN]
     return [SandboxStatus(tool=tool, backend=item.backend, isolation=item.isolation) for tool, item in used]
 
 
@@ -175,7 +172,7 @@ def _result(before: JobStatus, snapshot: Snapshot, decision: Decision) -> Result
     live = snapshot.live_report
     if decision.ended is None or decision.ended[0] != "Completed" or live is None or live.policy is None:
         return before.result
-    return ResultStatus(version=live.policy.name, sha256=live.policy.sha256, uri=live.report.policy_uri)
+    return ResultStatus(version=live.policy.name, sha256=live.policy.sha256, uri=live.state.policy.uri)
 
 
 def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicyStatus | None, list[PolicyStatus]]:
@@ -193,13 +190,12 @@ def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicySta
         # A run that began again from an earlier step has not the version that the engines verified before.
         current = before.policy is None or before.policy.step <= newest.step
         return before.policy if current else None, before.history
-    report = live.report
     policy = PolicyStatus(
         version=newest.name,
-        parent=report.policy_parent or None,
+        parent=live.state.policy.parent or None,
         step=newest.step,
         sha256=newest.sha256,
-        uri=report.policy_uri or None,
+        uri=live.state.policy.uri or None,
         converged_at=now if verified else None,
     )
     return policy, [policy, *before.history][:HISTORY]
@@ -208,28 +204,23 @@ def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicySta
 def _engines(snapshot: Snapshot, before: JobStatus) -> list[EngineStatus]:
     """The engines as the learner reports them; their state is unknown while it does not report."""
     live = snapshot.live_report
-    if live is None or not live.report.engines:
+    if live is None or not live.state.engines.reports:
         return [EngineStatus(name=engine.name, state=UNKNOWN) for engine in before.engines]
     return [
         EngineStatus(
             name=engine.name,
-            version=_name(engine.policy),
-            lag=engine.lag if engine.HasField("policy") else None,
-            state=serving_state_from_proto(engine.state) or UNKNOWN,
+            version=None if engine.policy is None else engine.policy.name,
+            lag=None if engine.policy is None else engine.lag,
+            state=engine.state or UNKNOWN,
             message=shortened(engine.message, LONGEST_MESSAGE),
         )
-        for engine in report_engines(live.report)
+        for engine in listed_engines(live.state)
     ]
 
 
-def _name(message: PolicyMessage) -> str | None:
-    policy = policy_from_proto(message)
-    return None if policy is None else policy.name
-
-
-def report_engines(report: pb.WatchProgressResponse) -> list[pb.EngineProgress]:
+def listed_engines(state: RunState) -> list[EngineReport]:
     """The engines to list, those with problems first if there are too many."""
-    engines = sorted(report.engines, key=lambda engine: (engine.state == pb.SERVING_STATE_SERVING, -engine.lag))
+    engines = sorted(state.engines.reports, key=lambda engine: (engine.state is ServingState.SERVING, -engine.lag))
     return sorted(engines[:ENGINES_SHOWN], key=lambda engine: engine.name)
 
 
@@ -239,7 +230,9 @@ def _shown(status: JobStatus, conditions: list[Condition], live: LearnerReport |
         phase=phase(conditions),
         step=f"{progress.step}/{progress.total_steps}" if progress.total_steps else "",
         policy="" if policy is None else f"v{policy.step}",
-        converged="" if live is None or not live.report.engines else f"{live.verified}/{live.report.engines_total}",
+        converged=""
+        if live is None or not live.state.engines.reports
+        else f"{live.verified}/{live.state.engines.total}",
         lag=max((engine.lag for engine in status.engines if engine.lag is not None), default=None),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
     )

@@ -142,7 +142,7 @@ def _end(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     if live is not None and live.phase is RunPhase.SUCCEEDED:
         return (
             "Completed",
-            f"{live.report.step} steps; the adapter is {live.report.policy_uri}",
+            f"{live.state.steps.done} steps; the adapter is {live.state.policy.uri}",
         )
     failed = _failed(snapshot, spec)
     if failed is not None:

@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.tools import runtime_class
-from kestrl._shared.rpc.codec import sandboxes_from_proto
 from kestrl._shared.spec.job import JobSpec
-from kestrl.api.learner.v1 import learner_pb2 as pb
-from kestrl.runstate.states import RunPhase
+from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import STORAGE_AWAY, Ended, LearnerReport, Snapshot, is_input
 from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
@@ -211,7 +209,9 @@ def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
 def _unresponsive_engine(live: LearnerReport | None) -> str:
     """The engine that answered the learner before and does not now; empty if there is none."""
     away = (
-        [engine for engine in live.report.engines if engine.state == pb.SERVING_STATE_AWAY] if live is not None else []
+        [engine for engine in live.state.engines.reports if engine.state is ServingState.AWAY]
+        if live is not None
+        else []
     )
     return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
 
@@ -219,22 +219,21 @@ def _unresponsive_engine(live: LearnerReport | None) -> str:
 def verified_by_all(snapshot: Snapshot, spec: JobSpec) -> bool:
     """Whether every engine that the job needs has verified the newest version."""
     live = snapshot.live_report
-    return live is not None and live.verified >= max(live.report.engines_total, spec.inference.replicas)
+    return live is not None and live.verified >= max(live.state.engines.total, spec.inference.replicas)
 
 
 def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
     live = snapshot.live_report
     if live is None:
         return _unknown(Type.POLICY_CONVERGED, "the learner, which reports it for every engine, does not answer")
-    report = live.report
     if live.over:
         return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and no longer reports engines")
     newest = live.policy.name if live.policy else "no version yet"
-    total = max(report.engines_total, spec.inference.replicas)
+    total = max(live.state.engines.total, spec.inference.replicas)
     verified = f"{live.verified}/{total} engines have verified {newest}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
-    lying = [engine for engine in report.engines if engine.state == pb.SERVING_STATE_QUARANTINED]
+    lying = [engine for engine in live.state.engines.reports if engine.state is ServingState.QUARANTINED]
     if lying:
         why = lying[0].message or "no reason was reported"
         return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {why}")
@@ -255,10 +254,10 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
         return _false(Type.ROLLOUTS_FLOWING, "Starting")
     if live.over or live.phase is RunPhase.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
-    if live.report.workers == 0:
+    if live.state.gauges.workers == 0:
         ready = len([pod for pod in snapshot.of(Role.ROLLOUT) if pod.ready])
         return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
-    return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.report.workers} workers")
+    return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.state.gauges.workers} workers")
 
 
 def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
@@ -271,21 +270,21 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
         if is_silent(snapshot):
             return _false(kind, "Unavailable", f"it does not answer{why}")
         return _false(kind, "Starting", f"it does not answer yet{why}" if why else "")
-    report = live.report
+    state, message = live.state, live.state.activity.message
     if live.phase is RunPhase.FAILED:
-        what = live.failure or report.message
+        what = live.failure or message
         away = live.failure is not None and live.failure.code in STORAGE_AWAY and decision.ended is None
-        message = f"{what}; {decision.retry}" if decision.retry else str(what)
-        return _false(kind, "StorageUnavailable" if away else "Failed", message)
-    if report.storage_wait and not live.over:
-        return _false(kind, "StorageUnavailable", report.storage_wait)
+        why = f"{what}; {decision.retry}" if decision.retry else str(what)
+        return _false(kind, "StorageUnavailable" if away else "Failed", why)
+    if state.storage.wait and not live.over:
+        return _false(kind, "StorageUnavailable", state.storage.wait)
     if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:
-        return _waiting_for_ranks(snapshot) or _false(kind, "Starting", report.message)
+        return _waiting_for_ranks(snapshot) or _false(kind, "Starting", message)
     quiet = snapshot.now - live.stepped
     if live.phase is RunPhase.TRAINING and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
-        why = ", ".join(f"{name} {count} times" for name, count in sorted(report.failures.items()))
+        why = ", ".join(f"{name} {count} times" for name, count in sorted(state.history.failures.items()))
         return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
-    return _true(kind, "Stepping", report.message)
+    return _true(kind, "Stepping", message)
 
 
 def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
@@ -304,11 +303,11 @@ def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
 def _checkpoint(live: LearnerReport | None) -> Iterator[Observation]:
     if live is None:
         return
-    kind, report = Type.CHECKPOINT_DURABLE, live.report
-    if report.storage_failure:
-        yield _false(kind, "StorageFailed", report.storage_failure)
-    elif report.HasField("checkpoint_step"):
-        yield _true(kind, "Confirmed", f"step {report.checkpoint_step}")
+    kind, storage = Type.CHECKPOINT_DURABLE, live.state.storage
+    if storage.failure:
+        yield _false(kind, "StorageFailed", storage.failure)
+    elif storage.checkpoint is not None:
+        yield _true(kind, "Confirmed", f"step {storage.checkpoint}")
     else:
         yield _false(kind, "None")
 
@@ -317,9 +316,9 @@ def _reward(live: LearnerReport | None) -> Iterator[Observation]:
     """Whether rewards teach. Observed at the end, too: a short run may end before its rewards were seen."""
     if live is None:
         return
-    kind, report = Type.REWARD_HEALTHY, live.report
-    judging = {name: count for name, count in report.failures.items() if name.startswith("judge/")}
-    if report.degenerate:
+    kind, failures = Type.REWARD_HEALTHY, live.state.history.failures
+    judging = {name: count for name, count in failures.items() if name.startswith("judge/")}
+    if live.state.steps.degenerate:
         yield _false(kind, "Degenerate", "every group of the last steps had equal rewards")
     elif (mean := live.mean("reward")) is not None:
         yield _true(kind, "Scoring", f"mean {mean:.3f}")
@@ -334,13 +333,13 @@ TOOL_WARNINGS = {"no_tool_call": "NoToolCall", "calls_failing": "CallsFailing"}
 
 
 def _tools(live: LearnerReport, spec: JobSpec) -> Iterator[Observation]:
-    kind, report = Type.TOOLS_HEALTHY, live.report
+    kind, tools = Type.TOOLS_HEALTHY, live.state.tools
     if not spec.tools:
         yield _true(kind, "NoTools")
-    elif report.tool_warning_reason:
-        yield _false(kind, TOOL_WARNINGS.get(report.tool_warning_reason, "CallsFailing"), report.tool_warning)
+    elif tools.warning_reason:
+        yield _false(kind, TOOL_WARNINGS.get(tools.warning_reason, "CallsFailing"), tools.warning)
     elif calls := live.mean("tool_calls"):
-        used = [f"{name} in {item}" for name, item in sorted(sandboxes_from_proto(report.sandboxes).items())]
+        used = [f"{name} in {item}" for name, item in sorted(tools.sandboxes.items())]
         yield _true(kind, "Calling", "; ".join([f"{calls:.2f} calls per episode", *used]))
 
 
@@ -355,14 +354,13 @@ NOT_LEARNED = {
 
 def _learned(live: LearnerReport | None) -> Iterator[Observation]:
     """Whether the weights changed. Kept after the end: a job may succeed without having learned anything."""
-    if live is None or not live.report.HasField("learned"):
+    if live is None or live.state.learning.learned is None:
         return
-    report = live.report
-    if report.learned:
-        yield _true(Type.LEARNED, "WeightsChanged", report.learning_warning)
+    learning = live.state.learning
+    if learning.learned:
+        yield _true(Type.LEARNED, "WeightsChanged", learning.warning)
     else:
-        reason = NOT_LEARNED.get(report.not_learned_reason, "WeightsUnchanged")
-        yield _false(Type.LEARNED, reason, report.not_learned)
+        yield _false(Type.LEARNED, NOT_LEARNED.get(learning.reason, "WeightsUnchanged"), learning.message)
 
 
 def _success(snapshot: Snapshot, decision: Decision) -> Observation:

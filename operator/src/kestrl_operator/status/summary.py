@@ -99,5 +99,5 @@ def _has_run(snapshot: Snapshot, last: LearnerReport | None) -> bool:
     ended = any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
     reported = last is not None and last.phase is not RunPhase.STARTING and last.phase is not None
     # The report's step, too: a status computed again from what was written must be the same.
-    steps = max(snapshot.status.get("progress", {}).get("step", 0), 0 if last is None else last.report.step)
+    steps = max(snapshot.status.get("progress", {}).get("step", 0), 0 if last is None else last.state.steps.done)
     return ended or reported or snapshot.attempts > 0 or steps > 0

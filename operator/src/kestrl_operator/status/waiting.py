@@ -108,8 +108,8 @@ def _held_up(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
 def _storage_away(snapshot: Snapshot) -> str:
     """What the learner says of storage that cannot be used, before the job's first step."""
     live = snapshot.live_report
-    if live is None or live.report.step or snapshot.status.get("progress", {}).get("step", 0):
+    if live is None or live.state.steps.done or snapshot.status.get("progress", {}).get("step", 0):
         return ""
     if live.failure is not None and live.failure.code in STORAGE_AWAY:
         return live.failure.message
-    return live.report.storage_wait if live.phase is RunPhase.STARTING else ""
+    return live.state.storage.wait if live.phase is RunPhase.STARTING else ""

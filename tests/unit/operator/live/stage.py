@@ -19,6 +19,7 @@ from tests.fakes.ports import free_port
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl._shared.rpc.codec import run_phase_to_proto
+from kestrl._shared.rpc.run_report import state_of
 from kestrl._shared.spec.crd import crd, sft_crd
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -129,7 +130,7 @@ class Running:
         learner = learners.get(stream.address)
         if stream.awaits_first_report or learner is None or stream.unreachable:
             return not stream.awaits_first_report
-        return stream.report is not None and stream.report.report == learner.newest
+        return stream.report is not None and stream.report.state == state_of(learner.newest)
 
     async def asked(self, path: str = "healthz") -> tuple[int, str]:
         """Status and text that a probe of the kubelet gets."""

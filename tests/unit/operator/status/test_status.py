@@ -975,10 +975,11 @@ def test_convergence_needs_every_engine_and_is_unknown_without_a_report(seen: Sn
         assert (status, reason) == ("Unknown", NOT_OBSERVED)
     if status == "True":
         assert latest is not None
-        wanted = max(seen.job.spec.inference.replicas, latest.report.engines_total)
-        proved = {item.name for item in latest.report.engines if item.policy == latest.report.policy}
-        assert min(len(proved), latest.report.engines_converged) >= wanted
-        assert latest.report.policy.sha256
+        wanted = max(seen.job.spec.inference.replicas, latest.state.engines.total)
+        proved = {item.name for item in latest.state.engines.reports if item.policy == latest.policy}
+        assert min(len(proved), latest.state.engines.verified) >= wanted
+        assert latest.policy is not None
+        assert latest.policy.sha256
 
 
 @given(snapshots())

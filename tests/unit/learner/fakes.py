@@ -78,6 +78,26 @@ def wide_model(folder: Path, **shape: Any) -> Path:
     return folder
 
 
+def model_with_a_window(folder: Path) -> Path:
+    """A random model of which every second layer sees the last tokens only, so that its rows are padded."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @asynccontextmanager
 async def served(name: str, register: Callable[[Any], None], address: str | None = None) -> AsyncGenerator[str]:
     """A real gRPC server; ends with the context."""

@@ -100,9 +100,10 @@ def _pass_of(asked: MemorySettings, found: MemoryEstimate) -> str:
     policy = asked.policy
     checkpointing = "with" if policy.gradient_checkpointing else "without"
     trained = f"rank {policy.rank}" if asked.parameters == "adapter" else "all parameters"
+    rows = asked.group_rows * asked.groups
     return (
-        f"The largest pass holds {found.rows} of {asked.group_rows} rows of {asked.prompt} + {asked.completion} "
-        f"tokens; {policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
+        f"The largest pass holds {found.rows} of a step's {rows} rows of {asked.prompt} + {asked.completion} tokens; "
+        f"{policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
     )
 
 

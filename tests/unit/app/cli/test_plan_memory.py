@@ -65,7 +65,10 @@ def test_a_job_that_does_not_fit_names_the_fields_to_change(tmp_path: Path) -> N
     """Without the data set of the job, which the estimate does not need."""
     done = run(written(tmp_path, job()), "--memory", "--device-memory", "0.5")
     assert done.exit_code == 2, done.output
-    assert "The largest pass holds 4 of 4 rows of 16 + 48 tokens; float32, rank 8, without gradient" in done.output
+    assert (
+        "The largest pass holds 8 of a step's 32 rows of 16 + 48 tokens; float32, rank 8, without gradient"
+        in done.output
+    )
     assert "does not fit: 0." in done.output
     assert all(part in done.output for part in ("base weights", "activations", "peak"))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.learner.fakes import VOCABULARY, wide_model
+from tests.unit.learner.fakes import VOCABULARY, model_with_a_window, wide_model
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -90,9 +90,9 @@ def test_a_pass_computes_no_padding_and_nothing_behind_the_last_learned_token(
     computed: list[list[int]] = []
     original = packing.packed_hidden
 
-    def counted(body: Any, rows: Sequence[Sequence[int]], device: torch.device, **options: Any) -> Tensor:
-        computed.append([len(row) for row in rows])
-        return original(body, rows, device, **options)
+    def counted(body: Any, packed: Sequence[packing.PackedRows], device: torch.device, **options: Any) -> Tensor:
+        computed.extend([len(row) for row in rows] for _, rows in packed)
+        return original(body, packed, device, **options)
 
     monkeypatch.setattr(packing, "packed_hidden", counted)
     policy.tokens_per_pass = 1000
@@ -113,22 +113,7 @@ def test_a_bfloat16_base_packs_rows(models: dict[str, Path], policy_of: Maker) -
 
 
 def test_a_model_with_an_attention_window_pads_its_rows(tmp_path: Path, policy_of: Maker) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    policy, group = policy_of(tmp_path, disturb=0.3), group_of([20, 7, 12])
+    policy, group = policy_of(model_with_a_window(tmp_path), disturb=0.3), group_of([20, 7, 12])
     assert policy.peft.config._attn_implementation == "sdpa"
     for one, other in zip(logprobs_by_row(policy, group), reference(policy, group), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

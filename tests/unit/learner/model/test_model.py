@@ -65,7 +65,7 @@ def test_checkpointed_layers_give_the_gradient_of_the_shared_prompt(
     policy.tokens_per_pass = 20
     again, _ = gradients(policy, groups)
     torch.testing.assert_close(torch.cat(again), torch.cat(shared), rtol=0, atol=2e-6)
-    parts = [rows for group in groups for rows, _ in policy.parts(group)]
+    parts = policy.passes([*enumerate(groups)])
     assert len(parts) > len(groups)
     dropouts = [module for module in policy.peft.modules() if isinstance(module, torch.nn.Dropout)]
     assert not any(module.training for module in dropouts)

@@ -13,15 +13,16 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.unit.learner.batch.test_packing import forgetful, gradient, logprobs_by_row
-from tests.unit.learner.fakes import VOCABULARY, make_policy, wide_model
+from tests.unit.learner.fakes import VOCABULARY, make_policy, model_with_a_window, wide_model
 from tests.unit.learner.train.test_training import algorithm
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from transformers import AttentionInterface
 from transformers.integrations import flex_attention as integration
 
-from kestrl_learner.batch import packing
-from kestrl_learner.batch.packing import Kernel, Layout
+from kestrl_learner.batch import kernels, packing
+from kestrl_learner.batch.layout import BLOCK, Layout, Segment, block_mask
+from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.train.trainer import Trainer
@@ -62,7 +63,8 @@ def plain_rows(policy: PolicyModel, group: TrainGroup) -> list[Tensor]:
     for row in group.rows:
         ids = torch.tensor([[*group.prompt, *row.token_ids]])
         scores = policy.peft(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        found.append(scores[len(group.prompt) - 1 :][torch.tensor(list(row.mask), dtype=torch.bool)])
+        mask = [0] * len(group.prompt) + list(row.mask)
+        found.append(scores[torch.tensor(mask[1:], dtype=torch.bool)])
     return found
 
 
@@ -80,7 +82,7 @@ def assert_plain(policy: PolicyModel, group: TrainGroup, tolerance: float) -> No
 
 
 def computed(policy: PolicyModel, group: TrainGroup) -> int:
-    return sum(policy.tokens_of(group.prompt, rows) for rows, _ in policy.parts(group))
+    return sum(map(policy.tokens_of, policy.passes([(0, group)])))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -96,11 +98,12 @@ def test_a_shared_prompt_gives_log_probs_and_gradients_of_plain_rows(
     group = group_of(prompt, rows)
     policy.tokens_per_pass = limit
     assert_plain(policy, group, 1e-6)  # float64, apart from the norms of these families
-    parts = policy.parts(group)
-    assert sorted(id(row) for some, _ in parts for row in some) == sorted(map(id, group.rows))
-    for some, _ in parts:
-        tokens = policy.tokens_of(group.prompt, some)
-        assert tokens <= limit or len({row.sequence for row in some}) == 1, "only one episode is above the limit"
+    passes = policy.passes([(0, group)])
+    assert sorted(id(row) for some in passes for piece in some for row in piece.rows) == sorted(map(id, group.rows))
+    for some in passes:
+        (piece,) = some
+        one_episode = len({row.sequence for row in piece.rows}) == 1
+        assert policy.tokens_of(some) <= limit or one_episode, "only one episode is above the limit"
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_offload": True}])
@@ -117,7 +120,7 @@ def test_a_shared_prompt_is_exact_in_float32(
 def test_each_pass_of_a_long_group_computes_its_prompt_once(policy: PolicyModel) -> None:
     group = even_group(40, 9, 20)
     policy.tokens_per_pass = 100
-    assert [len(rows) for rows, _ in policy.parts(group)] == [3, 3, 3]
+    assert [len(piece.rows) for (piece,) in policy.passes([(0, group)])] == [3, 3, 3]
     assert computed(policy, group) == 3 * (40 + 3 * 20)
     policy.tokens_per_pass = 1000
     assert computed(policy, group) == 40 + 9 * 20
@@ -125,9 +128,13 @@ def test_each_pass_of_a_long_group_computes_its_prompt_once(policy: PolicyModel)
     assert computed(policy, group) == 9 * (40 + 20), "a prompt above the limit leaves an episode a pass"
 
 
-def test_a_policy_without_checkpointing_keeps_its_cache(models: dict[str, Path], policy_of: Maker) -> None:
-    assert policy_of(models["llama"]).shares_prompt(array("i", [1]))
-    assert not policy_of(models["llama"], gradient_checkpointing=True).shares_prompt(array("i", [1]))
+def test_only_a_family_that_cannot_pack_keeps_a_cache(models: dict[str, Path], tmp_path: Path) -> None:
+    for checkpointing in (False, True):
+        assert not make_policy(models["llama"], gradient_checkpointing=checkpointing).shares_prompt(array("i", [1]))
+    folder = model_with_a_window(tmp_path)
+    assert make_policy(folder).shares_prompt(array("i", [1]))
+    assert not make_policy(folder, gradient_checkpointing=True).shares_prompt(array("i", [1]))
+    assert_plain(make_policy(folder, disturb=0.3), even_group(10, 3, 5), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +175,14 @@ def test_long_rows_behind_a_short_prompt_are_plain_on_a_cpu(policy: PolicyModel)
 
 
 def refusing_prompts(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-    if getattr(mask, packing.LAYOUT, Layout(prompt=0, rows=[])).prompt:
+    if getattr(mask, packing.LAYOUT, Layout(segments=[])).shares:
         raise ValueError("a mask of this form is unknown")
     return packing.attention(module, query, key, value, mask, **options)
 
 
 def forgetting_prompts(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-    layout = getattr(mask, packing.LAYOUT, Layout(prompt=0, rows=[]))
-    if layout.prompt:
+    layout = getattr(mask, packing.LAYOUT, Layout(segments=[]))
+    if layout.shares:
         return forgetful(module, query, key, value, mask, **options)
     return packing.attention(module, query, key, value, mask, **options)
 
@@ -209,39 +216,53 @@ def test_a_kernel_with_another_gradient_is_not_used(policy: PolicyModel, monkeyp
             context.setitem(AttentionInterface._global_mapping, packing.NAME, keeping_prompts)
             return original(*args, **options)
 
-    assert packing.sharing_kernel(policy._body, policy.device) is Kernel.ROWS
+    assert kernels.sharing_kernel(policy._body, policy.device) is Kernel.ROWS
     monkeypatch.setattr(packing, "packed_hidden", without_keys)
-    assert packing.sharing_kernel(policy._body, policy.device) is None
+    assert kernels.sharing_kernel(policy._body, policy.device) is None
 
 
 @pytest.mark.parametrize(
-    ("heads", "device", "kernels"),
+    ("heads", "device", "expected"),
     [(8, "cuda", [Kernel.ROWS]), (16, "cuda", [Kernel.FLEX, Kernel.ROWS]), (64, "cpu", [Kernel.ROWS])],
 )
 def test_heads_too_narrow_for_flex_attention_are_computed_by_rows_and_the_log_says_so_once(
-    heads: int, device: str, kernels: list[Kernel], tmp_path: Path, policy_of: Maker, caplog: pytest.LogCaptureFixture
+    heads: int, device: str, expected: list[Kernel], tmp_path: Path, policy_of: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = policy_of(wide_model(tmp_path, head_dim=heads))._body
     caplog.clear()
-    assert packing.candidates(packing.width_of_heads(body), device) == kernels
+    assert kernels.candidates(kernels.width_of_heads(body), device) == expected
     assert caplog.text.count("at least 16, and this model's are 8 wide") == (heads == 8)
 
 
-LAYOUTS = st.builds(Layout, prompt=st.integers(1, 400), rows=st.lists(st.integers(0, 300), max_size=4))
+SEGMENTS = st.builds(Segment, st.integers(0, 400), st.lists(st.integers(0, 300), max_size=4))
+LAYOUTS = st.builds(
+    Layout, segments=st.lists(SEGMENTS, min_size=1, max_size=4).filter(lambda some: any(p + sum(r) for p, r in some))
+)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=40)
 @given(layout=LAYOUTS)
-@example(layout=Layout(prompt=256, rows=[128, 256]))
-@example(layout=Layout(prompt=200, rows=[56, 300, 0, 1]))
+@example(layout=Layout(segments=[Segment(256, [128, 256])]))
+@example(layout=Layout(segments=[Segment(200, [56, 300, 0, 1])]))
+@example(layout=Layout(segments=[Segment(BLOCK, [BLOCK, BLOCK]), Segment(BLOCK, [BLOCK])]))
+@example(layout=Layout(segments=[Segment(0, [300, 5]), Segment(400, [100, 300]), Segment(1, [])]))
+@example(layout=Layout(segments=[Segment(100, [28]), Segment(0, [128]), Segment(0, []), Segment(129, [127, 128])]))
 def test_a_block_mask_shows_each_token_its_prompt_and_its_row(layout: Layout) -> None:
-    rows = torch.tensor(layout.row_of_tokens())
-    places = torch.arange(len(rows))
-    expected = (places <= places[:, None]) & ((rows == 0) | (rows == rows[:, None]))
-    mask = packing.block_mask(layout, torch.device("cpu"))
-    found = flex.create_mask(mask.mask_mod, None, None, len(rows), len(rows), device="cpu")
+    """Against a mask written from the segments, and the blocks that torch makes of all pairs of tokens."""
+    expected = torch.zeros(sum(layout.sizes), sum(layout.sizes), dtype=torch.bool)
+    start = 0
+    for prompt, rows in layout.segments:
+        first, start = start, start + prompt
+        expected[first:start, first:start] = True
+        for row in rows:
+            expected[start : start + row, first : first + prompt] = True
+            expected[start : start + row, start : start + row] = True
+            start += row
+    expected = expected.tril()
+    mask = block_mask(layout, torch.device("cpu"))
+    found = flex.create_mask(mask.mask_mod, None, None, len(expected), len(expected), device="cpu")
     assert torch.equal(found[0, 0], expected)
-    other = flex.create_block_mask(mask.mask_mod, None, None, len(rows), len(rows), device="cpu")
+    other = flex.create_block_mask(mask.mask_mod, None, None, len(expected), len(expected), device="cpu")
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
         assert torch.equal(getattr(mask, name), getattr(other, name)), name
     assert (mask.BLOCK_SIZE, mask.shape) == (other.BLOCK_SIZE, other.shape)
@@ -273,7 +294,7 @@ def test_a_step_reports_the_share_of_tokens_that_it_computes(models: dict[str, P
     groups = [even_group(40, 4, 10), even_group(1, 2, 30)]
     for options, expected in (
         ({"gradient_checkpointing": True}, (40 + 4 * 10 + 2 * 31) / (4 * 50 + 2 * 31)),
-        ({}, (40 + 4 * 10 + 1 + 2 * 30) / (4 * 50 + 2 * 31)),
+        ({}, (40 + 4 * 10 + 2 * 31) / (4 * 50 + 2 * 31)),
     ):
         policy = policy_of(models["llama"], tokens_per_pass=100, **options)
         result = Trainer(policy, algorithm(), 1.0).step(groups, 0)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from kestrl._shared.plan.sft import LOSS
 from kestrl.algorithms import ScoredEpisode
 from kestrl_learner.batch import packing
+from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ranks.group import Group, OneRank, RankLost, Ranks, lost_ranks
 from kestrl_learner.train.passes import Pass, PassKind, deal, schedule
@@ -66,12 +67,13 @@ class Numbered:
 def test_every_rank_runs_the_same_kinds_of_passes(kinds: list[tuple[bool, bool]], count: int) -> None:
     (group,) = make_groups(count=1)
     passes = [
-        Pass(index=index, part=0, group=group, rows=group.rows[:1], kind=PassKind(*kind), tokens=9)
+        Pass(pieces=[Piece(index, group, group.rows[:1])], kind=PassKind(*kind), tokens=9)
         for index, kind in enumerate(kinds)
     ]
     schedules = [list(schedule(passes, Numbered(rank, count))) for rank in range(count)]
     assert len({tuple(kind for kind, _ in one) for one in schedules}) == 1
-    assert sorted(each.index for one in schedules for _, each in one if each) == list(range(len(kinds)))
+    indices = sorted(piece.index for one in schedules for _, each in one if each for piece in each.pieces)
+    assert indices == list(range(len(kinds)))
     assert all(each is None or each.kind == kind for one in schedules for kind, each in one)
     assert [each for _, each in schedule(passes, OneRank())] == passes
 

@@ -147,9 +147,9 @@ def test_kl_in_the_reward_is_the_slow_sum_over_the_tokens(
     seen: list[TrainRow] = []
     plain = trainer_module.token_batch
 
-    def recorded(group: TrainGroup, rows: Any, **others: Any) -> Any:
-        seen.extend(rows)
-        return plain(group, rows, **others)
+    def recorded(pieces: Any, **others: Any) -> Any:
+        seen.extend(row for piece in pieces for row in piece.rows)
+        return plain(pieces, **others)
 
     monkeypatch.setattr(trainer_module, "token_batch", recorded)
     trainer.step([group], 0)

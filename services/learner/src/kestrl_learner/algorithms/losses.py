@@ -50,8 +50,8 @@ def ppo_clip(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
 
 def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
     """The sum over each token's episode, (N,)."""
-    count = int(sequences.max()) + 1 if len(sequences) else 0
-    return values.new_zeros(count).index_add(0, sequences, values)[sequences]
+    # As many places as tokens, not episodes, whose number only the device has.
+    return torch.zeros_like(values).index_add(0, sequences, values)[sequences]
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from kestrl.algorithms import TokenBatch, Totals
 from kestrl_learner.algorithms import AGGREGATIONS
-from kestrl_learner.batch.rows import TrainGroup, TrainRow
+from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.tokens import sequence_tokens, stream
 
 
 def token_batch(
-    group: TrainGroup,
-    rows: Sequence[TrainRow],
+    pieces: Sequence[Piece],
     *,
     logprobs: Tensor,
     behaviour: Tensor,
@@ -25,12 +24,12 @@ def token_batch(
     aggregation: str,
     horizon: int,
 ) -> TokenBatch:
-    """The sampled tokens of some of a group's rows, as an algorithm's loss takes them.
+    """The sampled tokens of a pass, as an algorithm's loss takes them.
 
     Args:
-        group: Of the rows.
-        rows: Of one pass.
-        logprobs: (N,) of the sampled tokens in row order, with gradient; the result has its type and device.
+        pieces: Of the pass.
+        logprobs: (N,) of the sampled tokens, piece by piece in row order, with gradient; the result has its type and
+            device.
         behaviour: (N,) as the engine reported them.
         old: (N,) under the weights that the step began with.
         reference: (N,) under the base model, if the algorithm needs them.
@@ -38,24 +37,33 @@ def token_batch(
         aggregation: How tokens are weighed.
         horizon: Length that some aggregations divide by.
     """
-    weigh, tokens = AGGREGATIONS[aggregation], sequence_tokens(group)
-    sampled = [sum(row.mask) for row in rows]
-    numbers = {sequence: number for number, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
+    weigh = AGGREGATIONS[aggregation]
+    advantages: list[float] = []
+    weights: list[float] = []
+    sequences: list[int] = []
+    groups: list[int] = []
+    episodes: dict[tuple[int, int], int] = {}
+    for number, piece in enumerate(pieces):
+        tokens = sequence_tokens(piece.group)
+        advantages += stream(piece.rows, [row.advantages for row in piece.rows])
+        for row in piece.rows:
+            if not (sampled := sum(row.mask)):
+                continue  # episodes are numbered by their tokens
+            weights += [weigh(tokens.get(row.sequence, 1), totals, horizon)] * sampled
+            sequences += [episodes.setdefault((number, row.sequence), len(episodes))] * sampled
+            groups += [number] * sampled
 
-    def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        given = [value for value, count in zip(values, sampled, strict=True) for _ in range(count)]
-        return torch.tensor(given, dtype=dtype, device=logprobs.device)
+    def tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logprobs.device)
 
     return TokenBatch(
         logprobs=logprobs,
         behaviour=behaviour,
         old=old,
         reference=reference,
-        advantages=torch.tensor(
-            stream(rows, [row.advantages for row in rows]), dtype=logprobs.dtype, device=logprobs.device
-        ),
-        weights=per_token([weigh(tokens.get(row.sequence, 1), totals, horizon) for row in rows], logprobs.dtype),
-        sequences=per_token([numbers[row.sequence] for row in rows], torch.long),
-        groups=per_token([0] * len(rows), torch.long),
+        advantages=tensor(advantages, logprobs.dtype),
+        weights=tensor(weights, logprobs.dtype),
+        sequences=tensor(sequences, torch.long),
+        groups=tensor(groups, torch.long),
         totals=totals,
     )

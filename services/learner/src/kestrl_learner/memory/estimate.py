@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM
 from kestrl._shared.checking import Facts, run_check
 from kestrl._shared.plan.memory import MemoryEstimate, MemorySettings, Part
 from kestrl.errors import UserInputError
+from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.memory.fake_ranks import CountedGather, count_gathers, fake_mesh
@@ -161,17 +163,17 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
         model = _shaped(asked)
     model.trained_on = policy.device.partition(":")[0]
     group = longest_group(asked)
-    parts = model.parts(group)
-    rows, _ = max(parts, key=lambda part: model.tokens_of(group.prompt, part[0]))
+    passes = model.passes([(number, group) for number in range(asked.groups)], least=asked.ranks)
+    pieces = max(passes, key=model.tokens_of)
     live = LiveBytes()
     try:
         with _ranks(asked.ranks) as mesh, FakeTensorMode(), live:
             model.use_fake_tensors(live)
             if mesh is not None and isinstance(model, ShapedPolicyModel):
                 model.shard(mesh)
-            passes = -(-len(parts) * asked.groups // asked.ranks)
+            of_rank = -(-len(passes) // asked.ranks)
             # A second pass begins with the gradient of the first.
-            _updates(model, live, TrainGroup(id="", prompt=group.prompt, rows=rows), min(2, passes), asked.ranks)
+            _updates(model, live, pieces, min(2, of_rank), asked.ranks)
     except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserInputError(
             f"spec.model.base: the memory of this family of models cannot be estimated: {error} depends on values"
@@ -181,7 +183,7 @@ def estimate(asked: MemorySettings) -> MemoryEstimate:
     copies = _copied(asked, found.get(Part.ADAPTER, 0))
     program = PROGRAM_BYTES.get(policy.device, DEVICE_BYTES)
     extra = {part: size for part, size in ((Part.COPIES, copies), (Part.PROGRAM, program)) if size}
-    return MemoryEstimate(parts=found | extra, rows=len(rows), host=model.host)
+    return MemoryEstimate(parts=found | extra, rows=sum(len(piece.rows) for piece in pieces), host=model.host)
 
 
 def longest_group(asked: MemorySettings) -> TrainGroup:
@@ -219,8 +221,8 @@ def _ranks(count: int) -> AbstractContextManager[DeviceMesh | None]:
     return nullcontext() if count == 1 else fake_mesh(count)
 
 
-def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int, ranks: int) -> None:
-    """Runs updates of some passes over one group each, as the trainer does on one of several ranks."""
+def _updates(model: ShapedModel, live: LiveBytes, pieces: Sequence[Piece], passes: int, ranks: int) -> None:
+    """Runs updates of some passes over the same pieces, as the trainer does on one of several ranks."""
 
     def counted(weight: Tensor) -> None:
         live.recount(_gradient(weight), Part.GRADIENTS)
@@ -231,10 +233,10 @@ def _updates(model: ShapedModel, live: LiveBytes, group: TrainGroup, passes: int
     for _ in range(UPDATES):
         for _ in range(passes):
             live.part = Part.ACTIVATIONS
-            for _, logprobs in model.logprobs(group, 1.0, []):
-                live.part = Part.ACTIVATIONS
-                (-logprobs.sum()).backward()
-                del logprobs
+            logprobs = model.pass_logprobs(pieces, 1.0, [])
+            live.part = Part.ACTIVATIONS
+            (-logprobs.sum()).backward()
+            del logprobs
         if ranks > 1:
             with live.counting(Part.GRADIENTS):
                 torch.cat([_gradient(weight).reshape(-1) for weight in model.parameters()])  # `Group.add` sums it

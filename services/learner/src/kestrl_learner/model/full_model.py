@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +16,8 @@ from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
+from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.packing import Kernel
-from kestrl_learner.batch.rows import TrainRow
 from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 
@@ -77,11 +76,9 @@ class FullModel(TrainedModel):
         for name, weight in self.network.named_parameters():
             weight.copy_(state[name])
 
-    def part_logprobs(
-        self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
-    ) -> Tensor:
+    def pass_logprobs(self, pieces: Sequence[Piece], temperature: float, entropies: list[Tensor] | None) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return super().part_logprobs(prompt, rows, temperature, entropies)
+            return super().pass_logprobs(pieces, temperature, entropies)
 
     def save(self, out: Path) -> None:
         """Writes weights and configurations in `dtype`. Weights that modules share are written once."""

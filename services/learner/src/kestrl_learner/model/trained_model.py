@@ -1,10 +1,10 @@
 """A model under training, and the log-probabilities it gives to sampled tokens.
 
-A group's prompt is computed once and shared by its rows, exactly: its keys and values go into a cache that is repeated
-for every row, with gradients, and the first token of a row takes its logits from the prompt's last hidden state. Other
-rows are packed into one sequence where the model's family allows it, and padded otherwise: rows without a shared
-prompt, and with gradient checkpointing, which computes layers again and not the cache, all rows. The sequence then
-begins with one copy of their prompt, unless `packing.shares_prompt` says that a copy for each row is faster.
+A group's prompt is computed once and shared by its rows, exactly. Where the model's family allows it, the rows of some
+groups are packed into one sequence, those of each group behind one copy of their prompt, unless `packing.shares_prompt`
+says that a copy for each row is faster. Rows of other families are padded, and without gradient checkpointing the keys
+and values of their prompt go into a cache that is repeated for every row, with gradients; a cache cannot be computed
+again.
 """
 # transformers has loose types; values from it are annotated here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -26,9 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
 from kestrl.errors import UserInputError
-from kestrl_learner.batch import packing
+from kestrl_learner.batch import kernels, packing
+from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
-from kestrl_learner.batch.rows import TrainGroup, TrainRow, bins, cut
+from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
 from kestrl_learner.model.head import token_logprobs
 from kestrl_learner.ranks.group import Group
 from kestrl_learner.ranks.sharding import shard_layers
@@ -56,8 +57,7 @@ class TrainedModel(ABC):
         dtype: Of the base's weights: float32 or bfloat16.
         seed: Seed of what is initialised.
         device: torch device.
-        gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass. Rows are
-            then packed behind their prompt: a shared prompt's cache cannot be computed again.
+        gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass.
         activation_offload: Keeps these inputs in host memory until the backward pass.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included; on a CPU packed passes are
             smaller, by `packing.largest_pass`.
@@ -93,13 +93,15 @@ class TrainedModel(ABC):
         self._head: nn.Module = base.get_output_embeddings()
         self.vocabulary = int(config.get_text_config().vocab_size)
         self.network.eval()  # engines do not apply dropout
-        self.tokens_per_pass, self._shares_prompts = tokens_per_pass, not gradient_checkpointing
+        self.tokens_per_pass = tokens_per_pass
         self._offloads = activation_offload
         if gradient_checkpointing:
             self._checkpoint_layers()
         self._check_head()
         self._packs = packing.enable(base) and self._packs_exactly(base)
-        self._kernel = self._sharing_kernel() if self._packs and gradient_checkpointing else None
+        self._kernel = self._sharing_kernel() if self._packs else None
+        self._shares_prompts = not gradient_checkpointing and self._kernel is None
+        """Whether a prompt is computed in a call of its own, and its cache repeated."""
 
     def _refuse_config(self, config: Any, path: str) -> None:
         """Raises UserInputError if the configuration is that of a model which is not trained."""
@@ -152,14 +154,14 @@ class TrainedModel(ABC):
 
     def _packs_exactly(self, base: Any) -> bool:
         """Whether packed rows have the states of separate rows; otherwise the model gets its attention back."""
-        if packing.exact(self._body, self.device):
+        if kernels.exact(self._body, self.device):
             return True
         packing.disable(base)
         return False
 
     def _sharing_kernel(self) -> Kernel | None:
         """The kernel of packed rows that share a prompt; None if each is packed behind its own."""
-        return packing.sharing_kernel(self._body, self.device)
+        return kernels.sharing_kernel(self._body, self.device)
 
     def _check_head(self) -> None:
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
@@ -199,20 +201,30 @@ class TrainedModel(ABC):
         Yields:
             Rows, and a tensor (sampled tokens of these rows,) in row order, with gradient unless it is disabled.
         """
-        for rows, _ in self.parts(group):
-            yield rows, self.part_logprobs(group.prompt, rows, temperature, entropies)
+        for pieces in self.passes([(0, group)]):
+            yield pieces[0].rows, self.pass_logprobs(pieces, temperature, entropies)
 
-    def parts(self, group: TrainGroup) -> list[tuple[Sequence[TrainRow], Sequence[int]]]:
-        """The rows of each forward pass over a group, and the number of sampled tokens of each row."""
-        episodes = [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
-        if self._packed(group.prompt):
-            parts = self._packed_parts(group, episodes)
-        else:
-            parts = self._padded_parts(group, episodes)
-        return [(rows, [sum(row.mask) for row in rows]) for rows in parts]
+    def passes(self, groups: Sequence[tuple[int, TrainGroup]], *, least: int = 1) -> list[list[Piece]]:
+        """The forward passes over groups: what each computes, with one piece for a group.
 
-    def tokens_of(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
-        """Tokens that a pass over some of a group's rows computes, padding included."""
+        Args:
+            groups: Each with its number in the batch.
+            least: Number of passes below which groups are not put together, since each rank takes one.
+        """
+        alone = [
+            [Piece(index, group, rows)]
+            for index, group in groups
+            if not self._packed(group.prompt)
+            for rows in self._padded_parts(group)
+        ]
+        packed = [(index, group) for index, group in groups if self._packed(group.prompt)]
+        return sorted(alone + self._packed_passes(packed, least), key=lambda pieces: pieces[0].index)
+
+    def tokens_of(self, pieces: Sequence[Piece]) -> int:
+        """Tokens that a pass computes, padding included."""
+        return sum(self._tokens(piece.group.prompt, piece.rows) for piece in pieces)
+
+    def _tokens(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
         once = self.shares_prompt(prompt) or self._packed_behind_one(prompt, rows)
         own, shared = (0, len(prompt)) if once else (len(prompt), 0)
         lengths = [own + len(row.token_ids) for row in rows]
@@ -227,19 +239,33 @@ class TrainedModel(ABC):
         lengths = [len(row.token_ids) for row in rows]
         return self._kernel is not None and packing.shares_prompt(len(prompt), lengths, self._device_type)
 
-    def _packed_parts(self, group: TrainGroup, episodes: Sequence[Sequence[TrainRow]]) -> list[list[TrainRow]]:
+    def _packed_passes(self, groups: Sequence[tuple[int, TrainGroup]], least: int) -> list[list[Piece]]:
+        episodes = [_episodes(group) for _, group in groups]
+        sizes = [self._sizes(group, some) for (_, group), some in zip(groups, episodes, strict=True)]
+        joined = packing.largest_joined(self.tokens_per_pass, self._device_type)
+        return [
+            [
+                Piece(*groups[number], [row for place in places for row in episodes[number][place]])
+                for number, places in chosen
+            ]
+            for chosen in filled(sizes, joined=joined, least=least)
+        ]
+
+    def _sizes(self, group: TrainGroup, episodes: Sequence[Sequence[TrainRow]]) -> Sizes:
         before = len(group.prompt)
-        once = self._packed_behind_one(group.prompt, group.rows)
-        own, shared = (0, before) if once else (before, 0)
-        sizes = [sum(own + len(row.token_ids) for row in rows) for rows in episodes]
-        limit = packing.largest_pass(self.tokens_per_pass, self._device_type, shared)
-        return [[row for index in some for row in episodes[index]] for some in bins(sizes, limit=limit - shared)]
+        own, shared = (0, before) if self._packed_behind_one(group.prompt, group.rows) else (before, 0)
+        return Sizes(
+            prompt=shared,
+            episodes=[sum(own + len(row.token_ids) for row in rows) for rows in episodes],
+            limit=packing.largest_pass(self.tokens_per_pass, self._device_type, shared),
+        )
 
     @property
     def _device_type(self) -> str:
         return self.device.type
 
-    def _padded_parts(self, group: TrainGroup, episodes: list[list[TrainRow]]) -> list[list[TrainRow]]:
+    def _padded_parts(self, group: TrainGroup) -> list[list[TrainRow]]:
+        episodes = _episodes(group)
         own_prompt = 0 if self._shares_prompts else len(group.prompt)
         longest = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
         episodes.sort(key=lambda rows: longest[id(rows)])
@@ -272,21 +298,26 @@ class TrainedModel(ABC):
             policy="",
             engines=[""],
         )
-        logprobs = self.part_logprobs(array("i", [1] if shared else []), [row], 1.0, None)
+        group = TrainGroup(id="", prompt=array("i", [1] if shared else []), rows=[row])
+        logprobs = self.pass_logprobs([Piece(0, group, group.rows)], 1.0, None)
         if logprobs.requires_grad:
             (logprobs.sum() * 0.0).backward()
 
-    def part_logprobs(
-        self, prompt: array[int], rows: Sequence[TrainRow], temperature: float, entropies: list[Tensor] | None
-    ) -> Tensor:
-        """Log-probabilities of the sampled tokens of one of a group's parts, as `logprobs` yields them."""
-        if self._packed(prompt):
-            found = packing.packed(prompt, rows, shared=self._packed_behind_one(prompt, rows))
+    def pass_logprobs(self, pieces: Sequence[Piece], temperature: float, entropies: list[Tensor] | None) -> Tensor:
+        """Log-probabilities of the sampled tokens of one of `passes`, piece by piece in row order."""
+        group, rows = pieces[0].group, pieces[0].rows
+        if self._packed(group.prompt):
+            found = packing.packed(
+                [
+                    (piece.group.prompt, piece.rows, self._packed_behind_one(piece.group.prompt, piece.rows))
+                    for piece in pieces
+                ]
+            )
             with self._saving():
                 hidden = self._packed_hidden(found)[self._places(found.states)]
             return self._token_logprobs(hidden, self._places(found.targets), temperature, entropies)
-        shared = prompt if self._shares_prompts else array("i")
-        ids, padding, wanted = self._padded(rows, prompt[len(shared) :])
+        shared = group.prompt if self._shares_prompts else array("i")
+        ids, padding, wanted = self._padded(rows, group.prompt[len(shared) :])
         with self._saving():
             hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
         return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
@@ -294,7 +325,7 @@ class TrainedModel(ABC):
     def _packed_hidden(self, found: packing.Packed) -> Tensor:
         """Hidden states of rows in one sequence, (tokens, hidden)."""
         kernel = self._kernel or Kernel.ROWS
-        return packing.packed_hidden(self._body, found.rows, self.device, prompt=found.prompt, kernel=kernel)
+        return packing.packed_hidden(self._body, found.rows, self.device, kernel=kernel)
 
     def _token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
@@ -353,3 +384,8 @@ class TrainedModel(ABC):
         body: Any = self._body(input_ids=ids, attention_mask=padding, use_cache=False)
         states: Tensor = body.last_hidden_state
         return torch.cat([states[:, :1], states[:, :-1]], dim=1)
+
+
+def _episodes(group: TrainGroup) -> list[list[TrainRow]]:
+    """The rows of each episode."""
+    return [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from kestrl.episode import Group
@@ -41,26 +42,37 @@ def ratio_diagnostics(log_ratios: Tensor) -> dict[str, float]:
 
 
 class TokenMeans:
-    """Means over all tokens of a step, micro-batch by micro-batch."""
+    """Means over all tokens of a step, micro-batch by micro-batch. Sums stay on their device until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
+        self._on_device: list[tuple[str, Tensor]] = []
         self._counts: Counter[str] = Counter()
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Adds numbers by name, (N,) each."""
         for name, each in values.items():
-            self._sums[name] += float(each.detach().sum())
+            self._on_device.append((name, each.detach().sum()))
             self._counts[name] += each.numel()
+
+    def settle(self) -> None:
+        """Takes the sums to the CPU, in one transfer."""
+        if self._on_device:
+            names, sums = zip(*self._on_device, strict=True)
+            for name, total in zip(names, cast("list[float]", torch.stack(sums).tolist()), strict=True):
+                self._sums[name] += total
+            self._on_device = []
 
     def merge(self, other: TokenMeans) -> None:
         """Adds the tokens of other means."""
+        other.settle()
         for name, total in other._sums.items():
             self._sums[name] += total
         self._counts.update(other._counts)
 
     def means(self) -> dict[str, float]:
         """The mean of every name that has a token."""
+        self.settle()
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,22 +13,7 @@ from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.batch.tokens import stream, token_origins
 from kestrl_learner.train.diagnostics import TokenMeans
 from kestrl_learner.train.logprob_mismatch import LogprobMismatch, measure
-from kestrl_learner.train.passes import Pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A group with the log-probabilities that do not change within a step. Each list has a tensor (N,) for every part
-    that `PolicyModel.logprobs` cuts the group into.
-    """
-
-    index: int
-    """Number of the group in the step's batch."""
-    group: TrainGroup
-    references: Sequence[Tensor] | None
-    """Those of the reference policy; None unless the algorithm needs it."""
-    old: Sequence[Tensor] | None
-    """Those of the weights that the step began with; None in a step of one update, where they are the current ones."""
+from kestrl_learner.train.passes import Key, Pass, by_episode, of_pass
 
 
 class Computed(NamedTuple):
@@ -43,11 +27,15 @@ class Computed(NamedTuple):
 
 
 class Observed:
-    """What the first forward passes of a step show: log-prob differences to the engines by pass, and entropies."""
+    """What the first forward passes of a step show: log-prob differences to the engines by episode, and entropies.
+
+    The tensors of passes stay on their device until all have been computed.
+    """
 
     def __init__(self) -> None:
-        self.differences: dict[tuple[int, int], Tensor] = {}
+        self.differences: dict[Key, Tensor] = {}
         self.means = TokenMeans()
+        self._passes: list[tuple[Pass, Tensor]] = []
 
     def add(self, computed: Computed, behaviour: Tensor) -> None:
         """Adds a pass.
@@ -57,8 +45,17 @@ class Observed:
             behaviour: (N,) the engines' log-probs.
         """
         assert computed.entropy is not None, "an observed pass has entropies"
-        self.differences[computed.which.key] = (computed.logprobs.detach() - behaviour).cpu()
+        self._passes.append((computed.which, computed.logprobs.detach() - behaviour))
         self.means.add({"entropy": computed.entropy})
+
+    def settle(self) -> None:
+        """Takes what passes showed to the CPU, in one transfer."""
+        if not self._passes:
+            return
+        passes, values = zip(*self._passes, strict=True)
+        whole = torch.cat(values).cpu().split([len(value) for value in values])
+        self.differences |= by_episode(passes, whole)
+        self._passes = []
 
     def mismatch(
         self, passes: Sequence[Pass], older: Sequence[tuple[Tensor, Sequence[str]]]
@@ -69,7 +66,7 @@ class Observed:
             passes: All passes of the batch.
             older: Differences to the older policies that sampled the tokens, as `measure` takes them.
         """
-        differences = [self.differences[each.key] for each in passes]
+        differences = [of_pass(self.differences, each) for each in passes]
         on_policy = [
             torch.tensor(stream(each.rows, [[row.on_policy] * len(row.mask) for row in each.rows])) > 0
             for each in passes
@@ -78,26 +75,22 @@ class Observed:
         return measure(differences, on_policy, engines, older), torch.cat([torch.empty(0), *differences])
 
 
-def with_log_ratios(
-    group: TrainGroup, parts: Sequence[tuple[Sequence[TrainRow], Sequence[int]]], references: Sequence[Tensor]
-) -> TrainGroup:
+def with_log_ratios(group: TrainGroup, index: int, references: Mapping[Key, Tensor]) -> TrainGroup:
     """The group whose episodes have log(behaviour / reference) of each of their tokens.
 
     Args:
         group: With its scored episodes.
-        parts: As `PolicyModel.parts` cuts the group.
-        references: (N,) log-probs of the reference policy, of each part.
+        index: Its number in the batch.
+        references: (N,) log-probs of the reference policy, of each episode.
     """
-    by_row: dict[int, list[float]] = {}
-    for (rows, sizes), reference in zip(parts, references, strict=True):
-        behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), dtype=torch.float64)
-        ratios = iter([float(value) for value in behaviour - reference.cpu()])
-        by_row |= {id(row): list(islice(ratios, size)) for row, size in zip(rows, sizes, strict=True)}
     episodes = [
-        replace(
-            episode,
-            log_ratios=[value for row in group.rows if row.sequence == number for value in by_row[id(row)]],
-        )
+        replace(episode, log_ratios=_log_ratios([row for row in group.rows if row.sequence == number], reference))
         for number, episode in enumerate(group.episodes)
+        for reference in [references.get((index, number), torch.empty(0))]
     ]
     return replace(group, episodes=episodes)
+
+
+def _log_ratios(rows: Sequence[TrainRow], reference: Tensor) -> list[float]:
+    behaviour = torch.tensor(stream(rows, [row.behaviour for row in rows]), dtype=torch.float64)
+    return [float(value) for value in behaviour - reference.cpu()]

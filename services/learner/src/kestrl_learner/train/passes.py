@@ -6,12 +6,19 @@ same order: a rank that has fewer of a kind runs empty ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kestrl_learner.batch.rows import PASS_COST, TrainGroup, TrainRow
+import torch
+from torch import Tensor
+
+from kestrl_learner.batch.filling import Piece
+from kestrl_learner.batch.rows import PASS_COST, TrainRow
 from kestrl_learner.ranks.group import Ranks
+
+Key = tuple[int, int]
+"""Number of a group in the step's batch, and of an episode in the group."""
 
 
 class PassKind(NamedTuple):
@@ -25,33 +32,54 @@ class PassKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A part of a group, which one forward pass computes."""
+    """Parts of some groups, which one forward pass computes."""
 
-    index: int
-    """Number of the group in the step's batch."""
-    part: int
-    """Number of the part in the group."""
-    group: TrainGroup
-    rows: Sequence[TrainRow]
+    pieces: Sequence[Piece]
     kind: PassKind
     tokens: int
     """Tokens to compute, padding included."""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return self.index, self.part
+    def rows(self) -> list[TrainRow]:
+        """The rows of all pieces, in the order of their tokens."""
+        return [row for piece in self.pieces for row in piece.rows]
 
     @property
     def cost(self) -> int:
         """Tokens, and the fixed cost of a pass."""
         return PASS_COST + self.tokens
 
+    @property
+    def episodes(self) -> list[tuple[Key, int]]:
+        """Key and sampled tokens of each episode, in the order of their tokens."""
+        return [episode for piece in self.pieces for episode in piece.episodes]
+
+
+def by_episode(passes: Sequence[Pass], values: Sequence[Tensor]) -> dict[Key, Tensor]:
+    """The values of each episode's tokens.
+
+    Args:
+        passes: What was computed.
+        values: (N,) of the sampled tokens of each pass.
+    """
+    return {
+        key: part
+        for each, whole in zip(passes, values, strict=True)
+        for (key, _), part in zip(each.episodes, whole.split([count for _, count in each.episodes]), strict=True)
+    }
+
+
+def of_pass(values: Mapping[Key, Tensor], each: Pass) -> Tensor:
+    """The inverse of `by_episode` for one pass, (N,)."""
+    return torch.cat([values[key] for key, _ in each.episodes])
+
 
 def computed_share(passes: Sequence[Pass]) -> float:
     """Tokens that passes compute, in tokens of their rows with a prompt each: below 1 where rows share a computed
     prompt, above 1 where padding is computed.
     """
-    plain = sum(len(each.group.prompt) + len(row.token_ids) for each in passes for row in each.rows)
+    pieces = [piece for each in passes for piece in each.pieces]
+    plain = sum(len(piece.group.prompt) + len(row.token_ids) for piece in pieces for row in piece.rows)
     return sum(each.tokens for each in passes) / max(1, plain)
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import random
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from kestrl_learner.model.trained_model import TrainedModel
 from kestrl_learner.ranks.group import OneRank, Ranks
 from kestrl_learner.train.diagnostics import TokenMeans, ratio_diagnostics
 from kestrl_learner.train.logprob_mismatch import LogprobMismatch
-from kestrl_learner.train.observed import Computed, Observed, Prepared, with_log_ratios
+from kestrl_learner.train.observed import Computed, Observed, with_log_ratios
 from kestrl_learner.train.optimisation import learning_rate, mini_batches
-from kestrl_learner.train.passes import Pass, PassKind, computed_share, schedule
+from kestrl_learner.train.passes import Key, Pass, PassKind, by_episode, computed_share, of_pass, schedule
 
 
 class RanksDiffer(KestrlError):
@@ -61,6 +62,18 @@ class StepResult:
     """Sampled tokens in the batch."""
     diagnostics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Means over tokens, quantiles and the learning rate, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The groups of a step, with the log-probabilities that do not change within it, (N,) of each episode."""
+
+    groups: Sequence[tuple[int, TrainGroup]]
+    """With their numbers in the batch."""
+    references: Mapping[Key, Tensor] | None
+    """Those of the reference policy; None unless the algorithm needs it."""
+    old: Mapping[Key, Tensor] | None
+    """Those of the weights that the step began with; None in a step of one update, where they are the current ones."""
 
 
 class Trainer:
@@ -128,14 +141,14 @@ class Trainer:
         losses: list[float] = []
         norms: list[float] = []
         with self._undone_on_failure():
-            for batch in mini_batches(prepared, self._settings, step):
-                loss, norm = self._update(batch, step, observed, reported)
+            for batch in mini_batches(prepared.groups, self._settings, step):
+                loss, norm = self._update(batch, step, prepared, observed, reported)
                 losses.append(loss)
                 norms.append(norm)
         self._add_observations(observed, reported)
-        passes = self._passes(enumerate(groups))
+        passes = self._passes(list(enumerate(groups)))
         mismatch, differences = observed.mismatch(passes, older)
-        idle = sum(each.group.zero_advantage for each in prepared)
+        idle = sum(group.zero_advantage for _, group in prepared.groups)
         return StepResult(
             loss=sum(losses) / len(losses),
             grad_norm=max(norms),
@@ -178,6 +191,9 @@ class Trainer:
 
     def _add_observations(self, observed: Observed, reported: TokenMeans) -> None:
         """Adds what the other ranks observed."""
+        observed.settle()
+        observed.means.settle()
+        reported.settle()
         everyone = self._ranks.gather((observed.differences, observed.means, reported))
         for number, (differences, means, metrics) in enumerate(everyone):
             if number != self._ranks.rank:
@@ -185,19 +201,15 @@ class Trainer:
                 observed.means.merge(means)
                 reported.merge(metrics)
 
-    def _passes(self, groups: Iterable[tuple[int, TrainGroup]]) -> list[Pass]:
-        """All passes over groups, which are given with their numbers in the batch; without backward passes."""
+    def _passes(self, groups: Sequence[tuple[int, TrainGroup]], *, backward: bool = False) -> list[Pass]:
+        """All passes over groups, which are given with their numbers in the batch."""
         return [
             Pass(
-                index=index,
-                part=part,
-                group=group,
-                rows=rows,
-                kind=PassKind(shared=self.model.shares_prompt(group.prompt), backward=False),
-                tokens=self.model.tokens_of(group.prompt, rows),
+                pieces=pieces,
+                kind=PassKind(shared=self.model.shares_prompt(pieces[0].group.prompt), backward=backward),
+                tokens=self.model.tokens_of(pieces),
             )
-            for index, group in groups
-            for part, (rows, _) in enumerate(self.model.parts(group))
+            for pieces in self.model.passes(groups, least=self._ranks.count)
         ]
 
     def _computed(self, passes: Sequence[Pass], *, entropies: bool = False) -> Iterator[Computed]:
@@ -208,118 +220,108 @@ class Trainer:
                     self.model.empty_pass(shared=kind.shared)
                     continue
                 found: list[Tensor] | None = [] if entropies else None
-                logprobs = self.model.part_logprobs(each.group.prompt, each.rows, self._temperature, found)
+                logprobs = self.model.pass_logprobs(each.pieces, self._temperature, found)
             yield Computed(each, logprobs, found[0] if found else None)
 
-    def _by_group(self, found: Mapping[tuple[int, int], Tensor], count: int) -> list[list[Tensor]]:
-        """Log-probs of all ranks' passes, by group and part, on this rank's device.
+    def _by_episode(self, passes: Sequence[Pass], values: Sequence[Tensor]) -> Mapping[Key, Tensor]:
+        """The values of all ranks' passes by episode, on this rank's device.
 
         Args:
-            found: Log-probs of this rank's passes by their keys.
-            count: Number of groups.
+            passes: This rank's.
+            values: (N,) of each.
         """
+        found = by_episode(passes, values)
         if self._ranks.count > 1:
-            everyone = self._ranks.gather({key: logprobs.cpu() for key, logprobs in found.items()})
+            everyone = self._ranks.gather({key: value.cpu() for key, value in found.items()})
             found = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
-        groups: list[list[Tensor]] = [[] for _ in range(count)]
-        for index, part in sorted(found):
-            groups[index].append(found[index, part])
-        return groups
+        return found
 
-    def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> list[Prepared]:
-        """The groups with advantages and the log-probs that hold for the whole step."""
-        references: Sequence[list[Tensor] | None] = [None] * len(groups)
+    def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> Prepared:
+        """The groups with advantages, and the log-probs that hold for the whole step."""
+        references: Mapping[Key, Tensor] | None = None
         if self.algorithm.needs_reference:
-            given = self._reference(groups)
-            references = given
+            references = self._reference(groups)
             if any(group.episodes for group in groups):
-                pairs = zip(groups, given, strict=True)
                 groups = estimated(
-                    [with_log_ratios(group, self.model.parts(group), parts) for group, parts in pairs], self.algorithm
+                    [with_log_ratios(group, index, references) for index, group in enumerate(groups)], self.algorithm
                 )
-        old: Sequence[list[Tensor] | None] = [None] * len(groups)
-        if self._several_updates:
-            old = self._old(groups, observed)
-        return [
-            Prepared(index=index, group=group, references=references[index], old=old[index])
-            for index, group in enumerate(groups)
-        ]
+        old = self._old(groups, observed) if self._several_updates else None
+        return Prepared(groups=list(enumerate(groups)), references=references, old=old)
 
-    def _reference(self, groups: Sequence[TrainGroup]) -> list[list[Tensor]]:
+    def _reference(self, groups: Sequence[TrainGroup]) -> Mapping[Key, Tensor]:
         """Log-probs under the base model."""
         assert isinstance(self.model, PolicyModel), "without an adapter the base is not kept"
         with self.model.without_adapter():
-            found = {which.key: logprobs for which, logprobs, _ in self._computed(self._passes(enumerate(groups)))}
-        return self._by_group(found, len(groups))
+            found = list(self._computed(self._passes(list(enumerate(groups)))))
+        return self._by_episode([each.which for each in found], [each.logprobs for each in found])
 
-    def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> list[list[Tensor]]:
+    def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> Mapping[Key, Tensor]:
         """Log-probs under the weights that the step begins with, which are observed."""
-        found: dict[tuple[int, int], Tensor] = {}
-        for computed in self._computed(self._passes(enumerate(groups)), entropies=True):
+        found = list(self._computed(self._passes(list(enumerate(groups))), entropies=True))
+        for computed in found:
             observed.add(computed, self._behaviour(computed.which.rows))
-            found[computed.which.key] = computed.logprobs
-        return self._by_group(found, len(groups))
+        return self._by_episode([each.which for each in found], [each.logprobs for each in found])
 
     def _behaviour(self, rows: Sequence[TrainRow]) -> Tensor:
         return torch.tensor(stream(rows, [row.behaviour for row in rows]), device=self.model.device)
 
     def _update(
-        self, batch: Sequence[Prepared], step: int, observed: Observed, reported: TokenMeans
+        self,
+        batch: Sequence[tuple[int, TrainGroup]],
+        step: int,
+        prepared: Prepared,
+        observed: Observed,
+        reported: TokenMeans,
     ) -> tuple[float, float]:
-        """One optimiser update; returns its loss and gradient norm."""
-        totals = totals_of([each.group for each in batch])
-        loss = 0.0
+        """One optimiser update of some of the prepared groups; returns its loss and gradient norm."""
+        totals = totals_of([group for _, group in batch])
         self.optimizer.zero_grad(set_to_none=True)
-        by_index = {each.index: each for each in batch}
         passes = self._passes_of_update(batch)
+        losses: list[Tensor] = []
         for computed in self._computed(passes, entropies=not self._several_updates):
-            loss += self._accumulate(by_index[computed.which.index], computed, totals, observed, reported)
-        loss = sum(self._ranks.gather(loss))
+            losses += self._accumulate(prepared, computed, totals, observed, reported)
         weights = self.model.parameters()
         self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
-        norm = float(torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm))
-        if not torch.isfinite(torch.tensor([loss, norm])).all():
+        norm_on_device = torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm)
+        # Read last: until here nothing has waited for the device.
+        loss = sum(self._ranks.gather(sum(torch.stack(losses).tolist()) if losses else 0.0))
+        norm = float(norm_on_device)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
         if any(each.kind.backward for each in passes):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return loss, norm
 
-    def _passes_of_update(self, batch: Sequence[Prepared]) -> list[Pass]:
-        """The passes of an update. A group without a gradient is only observed, and skipped if it has been."""
-        return [
-            replace(each, kind=each.kind._replace(backward=trained))
-            for one in batch
-            if (trained := self._trained(one.group)) or one.old is None
-            for each in self._passes([(one.index, one.group)])
-        ]
+    def _passes_of_update(self, batch: Sequence[tuple[int, TrainGroup]]) -> list[Pass]:
+        """The passes of an update. Groups without a gradient are only observed, and skipped if they have been."""
+        trained = [(index, group) for index, group in batch if self._trained(group)]
+        others = [] if self._several_updates else [(index, group) for index, group in batch if not self._trained(group)]
+        return self._passes(trained, backward=True) + self._passes(others)
 
     def _accumulate(
-        self, each: Prepared, computed: Computed, totals: Totals, observed: Observed, reported: TokenMeans
-    ) -> float:
-        """Adds a pass's gradient; returns its part of the loss."""
+        self, prepared: Prepared, computed: Computed, totals: Totals, observed: Observed, reported: TokenMeans
+    ) -> list[Tensor]:
+        """Adds a pass's gradient; returns its part of the loss, if it has one."""
         which, logprobs, entropy = computed
         behaviour = self._behaviour(which.rows)
         if entropy is not None:
             observed.add(computed, behaviour)
         if not which.kind.backward:
-            return 0.0
-        old = logprobs.detach() if each.old is None else each.old[which.part]
-        reference = None if each.references is None else each.references[which.part]
+            return []
         batch = token_batch(
-            each.group,
-            which.rows,
+            which.pieces,
             logprobs=logprobs,
             behaviour=behaviour,
-            old=old,
-            reference=reference,
+            old=logprobs.detach() if prepared.old is None else of_pass(prepared.old, which),
+            reference=None if prepared.references is None else of_pass(prepared.references, which),
             totals=totals,
             aggregation=self.algorithm.aggregation,
             horizon=self._settings.horizon,
         )
         if isinstance(self.algorithm, HasTokenMetrics):
             reported.add(self.algorithm.token_metrics(batch))
-        return self._backward(batch)
+        return [self._backward(batch)]
 
     def _older_differences(self, groups: Sequence[TrainGroup]) -> list[tuple[Tensor, Sequence[str]]]:
         """Log-prob differences of rows of each engine and older policy, scored by the policy that sampled them.
@@ -338,14 +340,14 @@ class Trainer:
                         (logprobs - self._behaviour(which.rows)).cpu(),
                         [name for row in which.rows for name in token_origins(row)],
                     )
-                    for which, logprobs, _ in self._computed(self._passes(enumerate(some)))
+                    for which, logprobs, _ in self._computed(self._passes(list(enumerate(some))))
                 ]
         return [each for some in self._ranks.gather(own) for each in some]
 
     def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
         """Sum and number of the log-probs of all sampled tokens under the present weights."""
         total, count = 0.0, 0
-        for _, logprobs, _ in self._computed(self._passes(enumerate(groups))):
+        for _, logprobs, _ in self._computed(self._passes(list(enumerate(groups)))):
             total += float(logprobs.sum())
             count += len(logprobs)
         everyone = self._ranks.gather((total, count))
@@ -355,10 +357,10 @@ class Trainer:
         """Whether a group contributes to the gradient; with a KL term every group does."""
         return self.algorithm.needs_reference or not group.zero_advantage
 
-    def _backward(self, batch: TokenBatch) -> float:
+    def _backward(self, batch: TokenBatch) -> Tensor:
         loss = self.algorithm.loss(batch)
         loss.backward()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
-        return float(loss.detach())
+        return loss.detach()
 
     def state(self) -> bytes:
         """Weights under training, optimiser and random states, for an exact resume on any number of ranks.

@@ -26,12 +26,23 @@ class Row:
         return self.value / self.reference if self.reference else None
 
 
-def main(description: str | None, measure: Callable[[], Iterable[Row]]) -> None:
-    """Runs a benchmark from the command line."""
+def main(
+    description: str | None, measure: Callable[[], Iterable[Row]], quick: Callable[[], Iterable[Row]] | None = None
+) -> None:
+    """Runs a benchmark from the command line.
+
+    Args:
+        description: Of the benchmark.
+        measure: The rows of a whole run.
+        quick: Those of a run in small sizes, which proves the benchmark and measures nothing; None if it has none.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
-    as_json = parser.parse_args().json
-    for row in measure():
+    if quick is not None:
+        parser.add_argument("--quick", action="store_true", help="small sizes, in a minute or two")
+    given = parser.parse_args()
+    as_json = given.json
+    for row in quick() if quick is not None and given.quick else measure():
         if as_json:
             print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
         else:

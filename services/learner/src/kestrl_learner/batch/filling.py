@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 from kestrl_learner.batch.rows import PASS_COST, TrainGroup, TrainRow, bins
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Rows of a group that a pass computes, behind one prompt or each behind its own."""
 
     index: int

@@ -59,7 +59,8 @@ class TokenMeans:
         """Takes the sums to the CPU, in one transfer."""
         if self._on_device:
             names, sums = zip(*self._on_device, strict=True)
-            for name, total in zip(names, cast("list[float]", torch.stack(sums).tolist()), strict=True):
+            totals = cast("list[float]", torch.stack(sums).tolist())  # pyright: ignore[reportUnknownMemberType]
+            for name, total in zip(names, totals, strict=True):
                 self._sums[name] += total
             self._on_device = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,9 @@ class Observed:
         if not self._passes:
             return
         passes, values = zip(*self._passes, strict=True)
-        whole = torch.cat(values).cpu().split([len(value) for value in values])
-        self.differences |= by_episode(passes, whole)
+        sizes = [len(value) for value in values]
+        split = torch.cat(values).cpu().split(sizes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        self.differences |= by_episode(passes, cast("Sequence[Tensor]", split))
         self._passes = []
 
     def mismatch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -62,11 +62,13 @@ def by_episode(passes: Sequence[Pass], values: Sequence[Tensor]) -> dict[Key, Te
         passes: What was computed.
         values: (N,) of the sampled tokens of each pass.
     """
-    return {
-        key: part
-        for each, whole in zip(passes, values, strict=True)
-        for (key, _), part in zip(each.episodes, whole.split([count for _, count in each.episodes]), strict=True)
-    }
+    found: dict[Key, Tensor] = {}
+    for each, whole in zip(passes, values, strict=True):
+        episodes = each.episodes
+        sizes = [count for _, count in episodes]
+        parts = cast("Sequence[Tensor]", whole.split(sizes))  # pyright: ignore[reportUnknownMemberType]
+        found |= {key: part for (key, _), part in zip(episodes, parts, strict=True)}
+    return found
 
 
 def of_pass(values: Mapping[Key, Tensor], each: Pass) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save
@@ -284,7 +284,9 @@ class Trainer:
         self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
         norm_on_device = torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm)
         # Read last: until here nothing has waited for the device.
-        loss = sum(self._ranks.gather(sum(torch.stack(losses).tolist()) if losses else 0.0))
+        whole = torch.stack(losses) if losses else torch.zeros(0)
+        parts = cast("list[float]", whole.tolist())  # pyright: ignore[reportUnknownMemberType]
+        loss = sum(self._ranks.gather(sum(parts)))
         norm = float(norm_on_device)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)

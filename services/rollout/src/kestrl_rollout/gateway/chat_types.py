@@ -11,11 +11,9 @@ from kestrl_rollout.gateway.fields import Refused, invalid, mapping, objects
 from kestrl_rollout.history.canonical import History
 
 MAX_MESSAGES = 20_000
-NOT_FUNCTIONS = frozenset(
-    {
-        *("namespace", "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
-        *("computer_use_preview", "local_shell", "shell", "mcp", "custom", "apply_patch", "tool_search"),
-    }
+NOT_FUNCTIONS = (
+    *("namespace", "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
+    *("computer_use_preview", "local_shell", "shell", "mcp", "custom", "apply_patch", "tool_search"),
 )
 """Kinds of tools that a provider runs itself, or that are no functions: the model is not offered them."""
 

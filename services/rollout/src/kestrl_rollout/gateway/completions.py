@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kestrl.errors import encodable
 from kestrl_rollout.gateway.chat_types import (
     MAX_MESSAGES,
     NOT_FUNCTIONS,
@@ -74,7 +73,7 @@ RULES = FieldRules(
         "guided_json": "the learner must compute the distribution that was sampled from",
     },
 )
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
@@ -135,9 +134,9 @@ def _message(said: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A message in the internal form."""
     name, role = f"messages[{index}]", said.get("role")
     if role not in ROLES:
-        raise invalid(f"{name}.role", f"one of {', '.join(sorted(ROLES))}")
+        raise invalid(f"{name}.role", f"one of {', '.join(ROLES)}")
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    text = encodable(text_of(said.get("content"), f"{name}.content", kinds=kinds))
+    text = text_of(said.get("content"), f"{name}.content", kinds=kinds)
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if role == "tool":
         message["tool_call_id"] = string(said.get("tool_call_id"), f"{name}.tool_call_id")
@@ -163,7 +162,7 @@ def _call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "id": string(call.get("id"), f"{name}.id"),
         "type": "function",
-        "function": {"name": encodable(str(function["name"])), "arguments": arguments or "{}"},
+        "function": {"name": str(function["name"]), "arguments": arguments or "{}"},
     }
 
 

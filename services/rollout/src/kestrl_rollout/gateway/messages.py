@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kestrl.errors import encodable
 from kestrl.formats.objects import read_json
 from kestrl_rollout.gateway.chat_types import (
     MAX_MESSAGES,
@@ -67,7 +66,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
     said = objects(fields.get("messages"), "messages")
     if len(said) > MAX_MESSAGES:
         raise invalid("messages", f"a list of at most {MAX_MESSAGES} messages")
-    system = encodable(text_of(fields.get("system"), "system"))
+    system = text_of(fields.get("system"), "system")
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(said):
         messages += _messages(message, f"messages[{index}]")
@@ -101,7 +100,7 @@ def _messages(said: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
         raise invalid(f"{name}.role", "user or assistant")
     content = said.get("content")
     if isinstance(content, str) or content is None:
-        return [{"role": role, "content": encodable(content or "")}]
+        return [{"role": role, "content": content or ""}]
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -116,7 +115,7 @@ def _messages(said: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
             case "tool_result" if role == "user":
                 text = text_of(block.get("content"), f"{field}.content")
                 call_id = string(block.get("tool_use_id"), f"{field}.tool_use_id")
-                results.append({"role": "tool", "content": encodable(text), "tool_call_id": call_id})
+                results.append({"role": "tool", "content": text, "tool_call_id": call_id})
             case "thinking" | "redacted_thinking" if role == "assistant":
                 thoughts.append(string(block.get("thinking"), f"{field}.thinking"))
             case _:
@@ -126,9 +125,9 @@ def _messages(said: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
                     code="unsupported_content",
                     field=field,
                 )
-    text = encodable("".join(texts))
+    text = "".join(texts)
     if role == "assistant":
-        return [{"role": role, "content": text, "tool_calls": calls, "reasoning": encodable("".join(thoughts))}]
+        return [{"role": role, "content": text, "tool_calls": calls, "reasoning": "".join(thoughts)}]
     return [*results, *([{"role": role, "content": text}] if texts or not results else [])]
 
 
@@ -140,7 +139,7 @@ def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
     return {
         "id": string(block.get("id"), f"{field}.id"),
         "type": "function",
-        "function": {"name": encodable(name), "arguments": json.dumps(arguments, ensure_ascii=False)},
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
 
 

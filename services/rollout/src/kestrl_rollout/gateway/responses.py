@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kestrl.errors import encodable
 from kestrl_rollout.gateway.chat_types import (
     MAX_MESSAGES,
     NOT_FUNCTIONS,
@@ -76,7 +75,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
     text = mapping(fields.get("text"), "text")
     if mapping(text.get("format"), "text.format").get("type", "text") != "text":
         metrics.append(not_obeyed("response_format"))
-    instructions = encodable(string(fields.get("instructions"), "instructions"))
+    instructions = string(fields.get("instructions"), "instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     return ChatRequest(
         history=History(messages=[*system, *_messages(fields.get("input"))], tools=tools),
@@ -108,7 +107,7 @@ def _tools(value: Any) -> tuple[list[Mapping[str, Any]], int]:
 def _messages(value: Any) -> list[dict[str, Any]]:
     """The items of an input as messages. Reasoning, text and calls that follow each other are one turn."""
     if isinstance(value, str):
-        return [{"role": "user", "content": encodable(value)}]
+        return [{"role": "user", "content": value}]
     items = objects(value, "input")
     if len(items) > MAX_MESSAGES:
         raise invalid("input", f"a list of at most {MAX_MESSAGES} items")
@@ -123,12 +122,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             if role not in ("user", "system", "developer"):
                 raise invalid(f"{name}.role", "user, system, developer or assistant")
             text = text_of(item.get("content"), f"{name}.content", kinds=("input_text", "text", "output_text"))
-            messages.append({"role": "system" if role == "developer" else role, "content": encodable(text)})
+            messages.append({"role": "system" if role == "developer" else role, "content": text})
         elif kind == "function_call_output":
             turn = None
             text = text_of(item.get("output"), f"{name}.output", kinds=("input_text", "text", "output_text"))
             call_id = string(item.get("call_id"), f"{name}.call_id")
-            messages.append({"role": "tool", "content": encodable(text), "tool_call_id": call_id})
+            messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
         elif kind in ("message", "reasoning", "function_call"):
             begun = turn is not None and (turn["said"] or turn["tool_calls"])
             if turn is None or (kind != "function_call" and begun):
@@ -149,10 +148,10 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any], kind: str, name: str) ->
     """Adds an item to the turn that it is part of."""
     if kind == "reasoning":
         parts = objects(item.get("content"), f"{name}.content")
-        turn["reasoning"] += encodable("".join(string(part.get("text"), f"{name}.content") for part in parts))
+        turn["reasoning"] += "".join(string(part.get("text"), f"{name}.content") for part in parts)
     elif kind == "message":
         kinds = ("output_text", "text", "refusal", "input_text")
-        turn["content"], turn["said"] = encodable(text_of(item.get("content"), f"{name}.content", kinds=kinds)), True
+        turn["content"], turn["said"] = text_of(item.get("content"), f"{name}.content", kinds=kinds), True
     else:
         if not isinstance(item.get("name"), str):
             raise invalid(f"{name}.name", "a name")
@@ -161,7 +160,7 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any], kind: str, name: str) ->
             {
                 "id": string(item.get("call_id"), f"{name}.call_id"),
                 "type": "function",
-                "function": {"name": encodable(str(item["name"])), "arguments": arguments or "{}"},
+                "function": {"name": str(item["name"]), "arguments": arguments or "{}"},
             }
         )
 

@@ -32,7 +32,7 @@ USER = {"role": "user", "content": "Find the kestrel."}
 
 
 class Chat:
-    """A bare agent: what it was told, and the rows that it should have made."""
+    """A bare agent over an episode that is served."""
 
     def __init__(self, stage: Any, endpoint: Any, end: Any, client: openai.AsyncOpenAI) -> None:
         self.stage, self.endpoint, self.end, self.client = stage, endpoint, end, client

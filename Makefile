@@ -10,9 +10,9 @@ STAMP := .venv/.synced
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
-WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions"
+WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -47,11 +47,11 @@ test: $(STAMP)
 
 ## make test-all         all checks of CI: each distribution alone, tests on real engines, a real Kubernetes
 test-all: $(STAMP)
-	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) KILL_ROUNDS=1 $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine cluster
+	TEST_SHARE=$$(git rev-parse HEAD 2>/dev/null) KILL_ROUNDS=1 $(BIN)/python scripts/run_stages.py unit servers distributions inspect-check langgraph engine cluster
 
 ## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check engine engine-versions e2e
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check agents engine engine-versions e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
@@ -89,6 +89,15 @@ ENGINE_VERSIONS ?= 0.23.0 0.25.1 0.27.1 0.30.0 0.32.0
 engine-versions: $(STAMP)
 	set -e; for version in $(ENGINE_VERSIONS); do $(BIN)/kestrl engine install vllm==$$version --engines $(TOOLS)/engines; done
 	KESTRL_ENGINE_ENVIRONMENTS=$(TOOLS)/engines $(BIN)/python -m pytest -q -m versions tests/integration/test_engine_versions.py
+
+## make agents           run agents of other frameworks against the gateway, each in an environment of its own
+agents: $(STAMP)
+	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py
+
+langgraph: $(STAMP)
+	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/rollout/gateway/test_existing_agents.py
 
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py

@@ -1,4 +1,4 @@
-"""Whatever JSON a client sends, a face reads it or refuses it by name, and what it has read can be compared."""
+"""A face reads any JSON that a client sends or refuses it by name, and what it has read can be compared."""
 
 from __future__ import annotations
 

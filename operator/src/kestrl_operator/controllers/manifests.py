@@ -53,6 +53,7 @@ class Manifests:
         job = _parsed(key, raw, raw.get("spec"))
         self._check_builds(job)
         self._check_ranks(job)
+        _check_interpreter(job)
         for role in (Role.LEARNER, Role.ROLLOUT):
             check_addresses(preparation(job, role))
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
@@ -181,6 +182,16 @@ def rendered_from(spec: Mapping[str, Any]) -> str:
     """The part of a spec that objects are rendered from, as JSON."""
     kept = {name: value for name, value in spec.items() if name not in LIFECYCLE}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _check_interpreter(job: AgentRLJob) -> None:
+    """Checks that the engine's interpreter is one of its image; raises `UserInputError`."""
+    python = job.spec.inference.python
+    if python is not None and not python.startswith("/"):
+        raise UserInputError(
+            f"spec.inference.python: {python} is relative to the manifest, which pods do not have; name the absolute "
+            "path of an interpreter in the engine's image, or remove the field"
+        )
 
 
 def _parsed(key: Key, raw: Mapping[str, Any], spec: Any) -> AgentRLJob:

@@ -91,7 +91,7 @@ def fitted_job(job: AgentRLJob, base: Path) -> AgentRLJob:
 
 
 def check_job(
-    job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True, engine: bool = False
+    job: AgentRLJob, *, base: Path, cache_dir: Path, data: bool = True, model: bool = True, engine: bool | None = None
 ) -> Findings:
     """Checks everything that a job references.
 
@@ -101,10 +101,10 @@ def check_job(
         cache_dir: Folder for generated data.
         data: Whether to read the data sets.
         model: Whether to load tokenizer and chat template.
-        engine: Whether to look for the engine also where the job names no interpreter for it.
+        engine: Whether to look for the engine; None: where the job names an interpreter for it.
     """
     check = _Check(job, base, cache_dir)
-    if engine or job.spec.inference.python is not None:
+    if job.spec.inference.python is not None if engine is None else engine:
         check.engine()
     return check.run(data=data, model=model)
 

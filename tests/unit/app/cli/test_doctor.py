@@ -109,3 +109,9 @@ def test_a_claim_of_sandboxes_is_reported_as_not_of_this_machine() -> None:
 
 def test_a_job_without_a_code_interpreter_needs_no_sandbox() -> None:
     assert list(doctor.code_sandbox(read_job(QUICKSTART))) == []
+
+
+def test_an_interpreter_without_the_engine_is_said_once(tmp_path: Path) -> None:
+    job = read_job(QUICKSTART, [f"inference.python={tmp_path}/nowhere/python"])
+    findings = [*doctor.examine(job, base=QUICKSTART.parent, runs=tmp_path / "runs")]
+    assert [each.name for each in findings if "nowhere" in each.fix] == ["engine"]

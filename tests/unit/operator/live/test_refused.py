@@ -41,6 +41,15 @@ async def test_nothing_of_a_job_is_applied_if_one_object_is_refused(stage: Stage
     await stage.until(lambda: stage.condition("Accepted")[:2] == ("True", "Valid"), "it is accepted")
 
 
+@pytest.mark.parametrize("python", ["bin/python", "~/vllm/bin/python", "python3"])
+async def test_an_interpreter_beside_the_manifest_is_refused(stage: Stage, python: str) -> None:
+    await stage.operator()
+    stage.job(inference={"python": python})
+    await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
+    assert f"spec.inference.python: {python} is relative to the manifest" in stage.condition("Accepted")[2]
+    assert stage.children() == []
+
+
 async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applier, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")

@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench bring-your-own crd-check object-check contracts clean
+.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -36,10 +36,6 @@ demo: $(STAMP)
 ## make demo-real        train SmolLM2-135M-Instruct, a pretrained model from PyPI
 demo-real: $(STAMP)
 	$(BIN)/kestrl run examples/email-search/smollm2.yaml
-
-## make bring-your-own   train with a user's own tool and reward
-bring-your-own: $(STAMP)
-	$(BIN)/kestrl run examples/bring-your-own/job.yaml
 
 ## make test             unit tests, a real S3 server and PostgreSQL, the chart where there is a helm, one run on real engines: 10 to 25 minutes
 test: $(STAMP)

@@ -17,8 +17,9 @@ import pytest
 from .runs import ROOT, belonging_to, eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.xdist_group("readme"), pytest.mark.share]
-JOB = "examples/bring-your-own/job.yaml"
-STEPS = ("--set", "schedule.maxSteps=8", "--set", "schedule.epochs=2")
+STARTER = "../my job"
+JOB = f"'{STARTER}/job.yaml'"
+STEPS = ("--set", "schedule.maxSteps=8", "--set", "algorithm.groupsPerStep=2")
 """Enough for a run to be stopped in the middle."""
 SETUP_SECONDS = 600.0
 LOGGED_BY_THE_ENGINE = "engine-0 |"
@@ -106,6 +107,8 @@ def test_the_readme_holds_in_a_path_with_a_space_and_an_umlaut(person: Person) -
 
 def looks_without_a_trace(person: Person) -> None:
     """Commands that read, before anything runs: they make nothing."""
+    assert "kestrl validate" in person.types(f"kestrl new '{STARTER}'")
+    assert "ENGINE: vllm is not installed" in person.types("kestrl engine remove vllm", code=2)
     assert "valid, 10 train scenarios" in person.types(f"kestrl validate {JOB}")
     assert "MISSING" not in person.types(f"kestrl doctor {JOB}")
     assert "learner-0" in person.types(f"kestrl plan {JOB}")
@@ -120,24 +123,24 @@ def stops_and_resumes(person: Person) -> None:
 
     def in_the_middle() -> bool:
         assert live.poll() is None, live.communicate()[0]
-        return person.step("bring-your-own-1") >= 1
+        return person.step("count-stock-1") >= 1
 
     eventually(in_the_middle, 240)
-    assert "bring-your-own-1 running" in person.types("kestrl status")
+    assert "count-stock-1 running" in person.types("kestrl status")
     person.types("kestrl stop")
     printed, _ = live.communicate(timeout=240)
     assert live.returncode == 130, printed
-    assert "run the same command again to resume bring-your-own-1" in printed
-    assert "bring-your-own-1 stopped" in person.types("kestrl status")
+    assert "run the same command again to resume count-stock-1" in printed
+    assert "count-stock-1 stopped" in person.types("kestrl status")
     printed = person.types(line)
-    assert "resuming run bring-your-own-1" in printed
+    assert "resuming run count-stock-1" in printed
     assert "8 steps" in printed
 
 
 def looks_at_the_run(person: Person) -> None:
-    assert "bring-your-own-1 succeeded" in person.types("kestrl status")
+    assert "count-stock-1 succeeded" in person.types("kestrl status")
     assert "learner-0" in person.types("kestrl logs")
-    (first,) = re.findall(r"bring-your-own-1/[\w/-]+", person.types("kestrl episodes list | head -n 5"))[:1]
+    (first,) = re.findall(r"count-stock-1/[\w/-]+", person.types("kestrl episodes list | head -n 5"))[:1]
     shown = person.types(f"kestrl episodes show {first}")
     assert "reward" in shown
     assert "mask 1  logprob" in person.types(f"kestrl episodes show {first} --tokens")
@@ -145,7 +148,7 @@ def looks_at_the_run(person: Person) -> None:
 
 def fine_tunes(person: Person) -> None:
     """A run starts from an adapter of SFT; the same command again finds it finished."""
-    line = "kestrl sft examples/bring-your-own/sft.yaml"
+    line = f"kestrl sft '{STARTER}/sft.yaml'"
     address = person.types(line).split()[-1]
     assert address.startswith("file:///")
     assert person.types(line).split()[-1] == address

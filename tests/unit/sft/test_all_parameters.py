@@ -127,7 +127,8 @@ def test_the_command_resumes_and_its_model_is_a_base(tmp_path: Path) -> None:
     assert straight is not None
     assert straight.sha256 == summary["policy"]["sha256"]
 
-    job = read_job(Path(__file__).parents[3] / "examples" / "bring-your-own" / "job.yaml", (override,))
+    starters = Path(__file__).parents[3] / "src" / "kestrl" / "_app" / "starters" / "files"
+    job = read_job(starters / "tool" / "job.yaml", (override,))
     assert locate_model(job.spec.model.base, base=tmp_path) == str(folder)
     rl = PolicyModel(str(folder), dtype="float32", rank=4, alpha=8.0, targets="all-linear", seed=1)
     reference: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kestrl._app.starters.writing import write_starter
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl._shared.spec import read_job
 from kestrl.data.rows import load_scenarios
@@ -17,29 +18,30 @@ from kestrl.rewards import Attempt
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
 
-FOLDER = Path(__file__).parents[3] / "examples" / "bring-your-own"
 
-
-@pytest.fixture(autouse=True)
-def _beside_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `kestrl new` writes, importable as from beside its manifest."""
+    write_starter("tool", tmp_path / "starter")
+    monkeypatch.syspath_prepend(str(tmp_path / "starter"))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return tmp_path / "starter"
 
 
-def test_it_is_forty_lines_of_python_and_ten_rows() -> None:
-    sources = list(FOLDER.rglob("*.py"))
-    assert sum(len(source.read_text().splitlines()) for source in sources) <= 40
-    assert not any("class " in source.read_text() for source in sources)
-    assert len(load_scenarios(FOLDER / "data.jsonl")) == 10
+def test_it_is_forty_lines_of_python_and_ten_rows(folder: Path) -> None:
+    source = (folder / "mine.py").read_text()
+    assert len(source.splitlines()) <= 40
+    assert "class " not in source
+    assert len(load_scenarios(folder / "data.jsonl")) == 10
 
 
-async def test_its_tool_answers_every_row_and_its_reward_sees_that(serve: Any) -> None:
-    spec = read_job(FOLDER / "job.yaml").spec
+async def test_its_tool_answers_every_row_and_its_reward_sees_that(serve: Any, folder: Path) -> None:
+    spec = read_job(folder / "job.yaml").spec
     tools = [ToolEntry(name=tool.name, use=tool.use, config=tool.config) for tool in spec.tools]
     reward = resolve(str(spec.rewards[0].rule), field="rewards[0].rule")
     async with serve(*tools) as client:
         session = await client.open()
-        for scenario in load_scenarios(FOLDER / "data.jsonl"):
+        for scenario in load_scenarios(folder / "data.jsonl"):
             item = scenario.id.removeprefix("stock-")
             answer = await client.call(session, spec.tools[0].name, {"item": item})
             assert answer.text == f'{{"{item}": {scenario.ground_truth}}}'

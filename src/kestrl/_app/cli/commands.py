@@ -25,6 +25,10 @@ class Listed(NamedTuple):
 
 
 COMMANDS = {
+    "new": Listed(
+        "starters",
+        "Write a job of your own to begin with: manifest, code, ten rows, tests and a README that says what to type.",
+    ),
     "run": Listed(
         "jobs",
         "Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run.",

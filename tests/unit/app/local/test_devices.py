@@ -25,7 +25,7 @@ from kestrl.errors import UserInputError
 
 ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
-SFT = ROOT / "examples" / "bring-your-own" / "sft.yaml"
+SFT = ROOT / "src" / "kestrl" / "_app" / "starters" / "files" / "tool" / "sft.yaml"
 NVIDIA = ("inference.accelerator.profile=nvidia", "learner.accelerator.profile=nvidia", "inference.replicas=1")
 ASCEND_TABLE = """
         NPU ID                         Chip ID                        Chip Logic ID                  Chip Name

@@ -79,7 +79,8 @@ def test_the_definition_of_sftjobs_takes_what_kestrl_sft_reads() -> None:
         assert not {"$ref", "$defs", "anyOf", "oneOf", "allOf", "const", "title", "nullable"} & set(node), path
         assert "type" in node or node.get("x-kubernetes-preserve-unknown-fields") is True, path
         assert ("default" in node) <= (path.startswith(".spec") or path == ".status"), path
-    document = yaml.safe_load((Path(__file__).parents[4] / "examples" / "bring-your-own" / "sft.yaml").read_text())
+    starters = Path(__file__).parents[4] / "src" / "kestrl" / "_app" / "starters" / "files"
+    document = yaml.safe_load((starters / "tool" / "sft.yaml").read_text())
     Draft4Validator(schema["properties"]["spec"]).validate(document["spec"])
     parse_sft_job({**document, "spec": with_defaults(document["spec"], schema["properties"]["spec"])})
     rules = {path: len(node["x-kubernetes-validations"]) for path, node in nodes(schema) if CEL in node}

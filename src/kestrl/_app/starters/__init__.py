@@ -1,0 +1,1 @@
+"""Starters of jobs: folders that `kestrl new` copies, and what copies them."""

@@ -1,0 +1,63 @@
+"""Starters of `kestrl new`: each, below a path with a space, is valid and passes its own tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kestrl._app.starters.writing import STARTERS, write_starter
+from kestrl.data.rows import load_scenarios
+from kestrl.errors import UserInputError
+
+
+def types(folder: Path, *arguments: str) -> str:
+    """What a program of this environment prints in a folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", STARTERS)
+def test_a_starter_is_valid_and_passes_its_tests(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "my jobs" / name
+    program = "kestrl._app.cli.main"
+    assert "kestrl validate job.yaml" in types(tmp_path, program, "new", str(folder), "--template", name)
+    assert "job.yaml: valid, " in types(folder, program, "validate", "job.yaml")
+    assert " passed" in types(folder, "pytest", "-q", "-p", "no:cacheprovider")
+    names = {path.name for path in folder.iterdir()}
+    assert {"README.md", "job.yaml"} < names
+    assert not any(each.endswith(".template") for each in names)
+    if (folder / "data.jsonl").exists():
+        assert len(load_scenarios(folder / "data.jsonl")) == 10
+    assert [path.name for path in folder.parent.iterdir()] == [name]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    for folder in (tmp_path, tmp_path / "notes"):
+        with pytest.raises(UserInputError, match="is there and not an empty folder; name a new one"):
+            write_starter("tool", folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    (tmp_path / "empty").mkdir()
+    write_starter("tool", tmp_path / "empty")
+    assert (tmp_path / "empty" / "mine.py").exists()
+
+
+def test_an_unknown_starter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="--template: 'tools' is none of tool, reward-only, email"):
+        write_starter("tools", tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []

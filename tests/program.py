@@ -65,7 +65,9 @@ class _Original:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                cwd=Path(__file__).parents[1],
+                pass_fds=[theirs.fileno()],
             )
         self._socket = ours
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs" / "measured" / "gpu.jsonl"
 PACKAGES = ("torch", "transformers", "peft", "vllm", "trl")
 QUICK_SECONDS = 300.0
-"""Of each part: a bound for busy machines, not an expectation."""
+"""Seconds of each part: a bound for busy machines, not an expectation."""
 
 
 def machine(device: str) -> dict[str, str]:

@@ -23,12 +23,12 @@ from benchmarks.random_models import make
 QUICKSTART = Path(__file__).parents[2] / "examples" / "email-search" / "quickstart.yaml"
 VERSIONS = 20
 RANKS = (16, 64, 1)
-"""Of adapters, the most usual first."""
+"""Ranks of adapters, the most usual first."""
 ADAPTERS = (0, 1, 4, 16)
 """Adapters in one batch."""
 PROMPTS, PROMPT, COMPLETION = 64, 128, 256
 SHARE = 0.4
-"""Of the device's memory for an engine beside which another program runs."""
+"""Share of the device's memory for an engine beside which another program runs."""
 
 
 def need_engine(place: Place) -> None:

@@ -449,7 +449,7 @@ def test_a_users_gdpo_is_the_built_in_one(batch: list[list[tuple[float, float]]]
             assert episode == pytest.approx(numbers, rel=1e-6, abs=1e-9)
 
 
-def test_gdpo_tells_apart_what_has_the_same_sum() -> None:
+def test_gdpo_separates_what_has_the_same_sum() -> None:
     """The total is 1 in either case, so that grpo has nothing to compare; a component of range 0.1 counts as much."""
     group = [scored(components, [1.0, 10.0]) for components in ([1.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
     assert make_algorithm(settings_of(name="grpo")).advantages([group[:2]]) == [[[0.0] * 3] * 2]

@@ -1,4 +1,4 @@
-"""Which episodes a forward pass computes: every one once, within the limit, in few passes."""
+"""The episodes that a forward pass computes: every one once, within the limit, in few passes."""
 
 from __future__ import annotations
 

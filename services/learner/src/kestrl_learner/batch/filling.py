@@ -1,4 +1,4 @@
-"""Which episodes of which groups a forward pass computes. Pure."""
+"""Choice of the episodes that a forward pass computes. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sizes:
     prompt: int
     """Computed once in each pass that has episodes of the group."""
     episodes: Sequence[int]
-    """Of each episode."""
+    """Tokens of each episode."""
     limit: int
     """Largest number of tokens of a pass over this group; a single episode may have more."""
 

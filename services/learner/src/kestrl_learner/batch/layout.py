@@ -49,7 +49,7 @@ class CausalMask:
         Args:
             prompt: Tokens of its prompt.
             row: Tokens of the row.
-            dtype: Of the query. On a CPU the mask holds numbers to add, which torch would make of truth values in each
+            dtype: Of the query. On a CPU the mask holds numbers to add, which torch would make of booleans in each
                 layer.
         """
         mask = self._sees

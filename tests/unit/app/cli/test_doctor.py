@@ -65,7 +65,7 @@ def test_without_a_manifest_the_machine_is_looked_at(tmp_path: Path) -> None:
     ("override", "name", "fix"),
     [
         ("inference.accelerator.profile=nvidia", "accelerator", "or use profile cpu"),
-        ("inference.accelerator.profile=nvidia", "engine", "name an interpreter with a build for profile nvidia"),
+        ("inference.accelerator.profile=nvidia", "engine", "run: kestrl engine install vllm --device nvidia"),
         ("model.base=/nowhere", "model", "spec.model.base: /nowhere does not exist"),
         ("storage.uri=nonsense://x", "storage", "storage.uri: 'nonsense://x"),
         ("telemetry.otlp=http://127.0.0.1:9", "telemetry", "start a collector there"),

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl.errors import UserInputError
 
 CPU = Wanted(engine="vllm", version=None, device="cpu")
-FAKE_UV = """#!{python}
+FAKE_UV = """\
 import os, pathlib, sys
 log = pathlib.Path(os.environ["FAKE_UV"])
 with log.open("a") as file:
@@ -54,8 +55,10 @@ if os.environ.get("FAKE_UV_DIES") == sys.argv[1]:
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs with a `uv` that only makes an environment without packages; returns the file with its calls."""
-    program = tmp_path / "uv"
-    program.write_text(FAKE_UV.format(python=sys.executable))
+    program, script = tmp_path / "uv", tmp_path / "fake_uv.py"
+    script.write_text(FAKE_UV)
+    # Not by its first line, in which an interpreter's path has no space.
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setattr(uv, "uv_program", lambda: str(program))
     monkeypatch.setenv("FAKE_UV", str(tmp_path / "calls"))

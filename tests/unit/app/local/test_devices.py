@@ -26,6 +26,8 @@ from kestrl.errors import UserInputError
 ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 SFT = ROOT / "src" / "kestrl" / "_app" / "starters" / "files" / "tool" / "sft.yaml"
+pytestmark = pytest.mark.timeout(150)  # an estimate of the memory is 15 s of CPU time
+
 NVIDIA = ("inference.accelerator.profile=nvidia", "learner.accelerator.profile=nvidia", "inference.replicas=1")
 ASCEND_TABLE = """
         NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
@@ -82,7 +84,7 @@ def planned(tmp_path: Path, *overrides: str) -> dict[str, Component]:
 def plan_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     overrides = [argument for override in NVIDIA for argument in ("--set", override)]
     command = ("plan", str(QUICKSTART), "--runs", str(tmp_path), *overrides, *arguments)
-    done = run_program(*command, env={**os.environ, "COLUMNS": "200"}, timeout=100)
+    done = run_program(*command, env={**os.environ, "COLUMNS": "200"}, timeout=140)
     assert done.returncode == 0, done.stderr
     return done
 

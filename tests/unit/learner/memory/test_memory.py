@@ -157,16 +157,16 @@ def test_parts_of_the_estimate_have_the_sizes_of_their_tensors(tmp_path: Path) -
     checkpointing.
     """
     model = config_of(tmp_path / "two", layers=2)
-    found = estimate(asked(model))
+    found = estimate(asked(model, group_rows=2))
     hidden, inner, heads = 256, 1024, 4 * 64 + 2 * 2 * 64
     layer = hidden * (heads + 4 * 64) + 3 * hidden * inner
     assert found.parts[Part.BASE] == pytest.approx(4 * (8192 * hidden + 2 * layer), rel=0.01)
     adapter = 2 * 16 * ((hidden + 256) * 2 + (hidden + 128) * 2 + 3 * (hidden + inner))
     assert found.parts[Part.ADAPTER] == 4 * adapter
     assert found.parts[Part.OPTIMIZER] == pytest.approx(2 * 4 * adapter, rel=0.01)
-    twice = estimate(asked(model, completion=2 * 192 + 64))
+    twice = estimate(asked(model, group_rows=2, completion=2 * 192 + 64))
     assert twice.parts[Part.ACTIVATIONS] > 1.7 * found.parts[Part.ACTIVATIONS]
-    checkpointed = estimate(asked(model, checkpointing=True))
+    checkpointed = estimate(asked(model, group_rows=2, checkpointing=True))
     assert checkpointed.parts.get(Part.ACTIVATIONS, 0) < found.parts[Part.ACTIVATIONS] / 2
 
 
@@ -196,20 +196,20 @@ def test_ranks_divide_the_layers_and_keep_the_rest_whole(tmp_path: Path) -> None
 
 
 def test_a_rank_with_one_pass_has_no_gradient_before_it(tmp_path: Path) -> None:
-    """Two groups are a pass each of two ranks, and both of one."""
+    """Two groups are a pass each of two ranks, and both of one: 64 + 4 * 192 tokens are in one pass on a CPU."""
     model = config_of(tmp_path, layers=1)
-    one, two = (estimate(asked(model, groups=2, ranks=ranks)).parts for ranks in (1, 2))
+    one, two = (estimate(asked(model, group_rows=4, groups=2, ranks=ranks)).parts for ranks in (1, 2))
     assert one[Part.GRADIENTS] == one[Part.ADAPTER]
     assert two.get(Part.GRADIENTS, 0) < one[Part.GRADIENTS]
 
 
 def test_a_pass_has_as_many_rows_as_tokens_per_pass_allow(tmp_path: Path) -> None:
     model = config_of(tmp_path, layers=1)
-    whole = estimate(asked(model))
-    few = asked(model)
+    few = asked(model, group_rows=4)
+    whole = estimate(few)
     few = few.model_copy(update={"policy": few.policy.model_copy(update={"tokens_per_pass": 64 + 2 * 192})})
     cut = estimate(few)
-    assert (whole.rows, cut.rows) == (8, 2)
+    assert (whole.rows, cut.rows) == (4, 2)
     assert cut.parts[Part.GRADIENTS] > 0, "the gradient of an earlier pass is there"
     assert cut.total < whole.total
 

@@ -130,6 +130,9 @@ class ShapedFullModel(ShapedModel, FullModel):
 
     trained_part = Part.BASE
 
+    def _sharing_kernel(self) -> Kernel | None:
+        return FullModel._sharing_kernel(self)
+
 
 def _shaped(asked: MemorySettings) -> ShapedModel:
     policy = asked.policy

@@ -44,8 +44,8 @@ def alone(name: str, model: str, shape: Shape, options: Options) -> dict[str, fl
     environment = {**TORCH_DEFAULTS, **os.environ}  # as in the plan for a learner
     done = subprocess.run(command, input=described, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 @contextmanager
@@ -62,15 +62,15 @@ def busy_neighbours() -> Generator[None]:
 
 def short(model: str, shape: Shape) -> Iterator[Row]:
     """The rows of the short shape."""
-    own = alone("ours", model, shape, Options())
+    baseline = alone("ours", model, shape, Options())
     older = alone("ours", model, shape, Options(newest=False))
     plain = alone("bare", model, shape, Options(micro=shape.size))
     loop = alone("bare", model, shape, Options(micro=shape.size, shared=True))
-    seconds = own["seconds"]
+    seconds = baseline["seconds"]
     yield Row(name="learner_step/seconds", value=seconds, unit="s", reference=loop["seconds"], against="bare loop")
     yield Row(
         name="learner_step/cpu_seconds",
-        value=own["cpu_seconds"],
+        value=baseline["cpu_seconds"],
         unit="s",
         reference=loop["cpu_seconds"],
         against="bare loop",
@@ -91,7 +91,7 @@ def short(model: str, shape: Shape) -> Iterator[Row]:
             reference=1.5,
             against="goal",
         )
-    yield Row(name="learner_step/memory", value=own["mb"], unit="MB", reference=loop["mb"], against="bare loop")
+    yield Row(name="learner_step/memory", value=baseline["mb"], unit="MB", reference=loop["mb"], against="bare loop")
     with busy_neighbours():
         contended = alone("ours", model, shape, Options())
     yield Row(
@@ -106,13 +106,17 @@ def short(model: str, shape: Shape) -> Iterator[Row]:
         name="learner_step/older_policy/seconds", value=older["seconds"], unit="s", reference=seconds, against=on_policy
     )
     yield Row(
-        name="learner_step/older_policy/memory", value=older["mb"], unit="MB", reference=own["mb"], against=on_policy
+        name="learner_step/older_policy/memory",
+        value=older["mb"],
+        unit="MB",
+        reference=baseline["mb"],
+        against=on_policy,
     )
 
 
 def long(name: str, model: str, shape: Shape) -> Iterator[Row]:
     """The rows of a shape of long rows: KestRL's step beside the others, by the clock and of CPU time."""
-    own = alone("ours", model, shape, Options(repeats=1))
+    baseline = alone("ours", model, shape, Options(repeats=1))
     for peer in ("bare", "trl") if trl_is_installed() else ("bare",):
         for micro in MICRO:
             other = alone(peer, model, shape, Options(micro=micro, repeats=1))
@@ -120,7 +124,7 @@ def long(name: str, model: str, shape: Shape) -> Iterator[Row]:
             for figure, unit in (("seconds", "s"), ("cpu_seconds", "s"), ("mb", "MB")):
                 yield Row(
                     name=f"learner_step/{name}/{peer}_{micro}/{figure}",
-                    value=own[figure],
+                    value=baseline[figure],
                     unit=unit,
                     reference=other[figure],
                     against=against,
@@ -129,12 +133,12 @@ def long(name: str, model: str, shape: Shape) -> Iterator[Row]:
 
 def counted(name: str, model: str, shape: Shape) -> Iterator[Row]:
     """What the passes of a shape compute, on a tiny model, for CPU and GPU."""
-    found = alone("operations", model, shape, Options(repeats=0))
+    figures = alone("operations", model, shape, Options(repeats=0))
     step = alone("ours", model, shape, Options(repeats=0))
-    yield Row(name=f"learner_step/{name}/passes", value=found["passes"], unit="passes")
+    yield Row(name=f"learner_step/{name}/passes", value=figures["passes"], unit="passes")
     yield Row(
         name=f"learner_step/{name}/operations_per_pass_and_layer",
-        value=found["per_pass_and_layer"],
+        value=figures["per_pass_and_layer"],
         unit="operations",
     )
     yield Row(

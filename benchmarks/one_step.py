@@ -191,10 +191,10 @@ def ours(
         with counting or nullcontext():
             trainer.step(groups, 0)
 
-    found = timed(step, options)
+    figures = timed(step, options)
     passes = policy.passes([*enumerate(groups)])
     tokens = sum(policy.tokens_of(pieces) for pieces in passes)
-    return found | {
+    return figures | {
         "passes": len(passes),
         "tokens": tokens,
         "tokens_per_sampled_token": tokens / sum(group.sampled for group in groups),
@@ -220,12 +220,12 @@ def operations(model: str, shape: Shape, options: Options) -> dict[str, float]:
     from transformers import AutoConfig
 
     with torch.autograd.set_multithreading_enabled(False):
-        found = ours(model, shape, replace(options, repeats=0), counting=Counted())
+        figures = ours(model, shape, replace(options, repeats=0), counting=Counted())
     layers = int(AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers)
     return {
         "operations": counts.total(),
-        "passes": found["passes"],
-        "per_pass_and_layer": counts.total() / found["passes"] / layers,
+        "passes": figures["passes"],
+        "per_pass_and_layer": counts.total() / figures["passes"] / layers,
     }
 
 
@@ -257,8 +257,8 @@ def bare(model: str, shape: Shape, options: Options) -> dict[str, float]:
 
     def states(prompt: Any, ids: Any) -> Any:
         if not options.shared:
-            whole = torch.cat([prompt.expand(len(ids), -1), ids], 1)
-            return base.model(input_ids=whole, use_cache=False).last_hidden_state[:, len(prompt) - 1 : -1]
+            sequences = torch.cat([prompt.expand(len(ids), -1), ids], 1)
+            return base.model(input_ids=sequences, use_cache=False).last_hidden_state[:, len(prompt) - 1 : -1]
         cache = DynamicCache()
         first = base.model(input_ids=prompt[None], past_key_values=cache, use_cache=True).last_hidden_state
         cache.batch_repeat_interleave(len(ids))

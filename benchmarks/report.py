@@ -40,9 +40,9 @@ def main(
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help="small sizes, in a minute or two")
-    given = parser.parse_args()
-    as_json = given.json
-    for row in quick() if quick is not None and given.quick else measure():
+    arguments = parser.parse_args()
+    as_json = arguments.json
+    for row in quick() if quick is not None and arguments.quick else measure():
         if as_json:
             print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
         else:

@@ -103,12 +103,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", default="".join(PARTS), help="letters of the parts; all by default")
     parser.add_argument("--write", action="store_true", help="keep the lines in docs/measured/gpu.jsonl")
-    given = parser.parse_args()
-    if unknown := set(given.parts) - set(PARTS):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"--parts: {''.join(sorted(unknown))} is none of {''.join(PARTS)}")
     import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: torch sees no CUDA device here; --device cpu --quick proves the script without one")
     lines: list[Line] = []
 
@@ -116,13 +116,13 @@ def main() -> int:
         print(line.text(), flush=True)
         lines.append(line)
 
-    facts = machine(given.device)
+    facts = machine(arguments.device)
     print(json.dumps(facts), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(device=given.device, quick=given.quick, folder=Path(folder))
-        asyncio.run(run(given.parts, place, report))
+        place = Place(device=arguments.device, quick=arguments.quick, folder=Path(folder))
+        asyncio.run(run(arguments.parts, place, report))
     print(table(lines))
-    if given.write:
+    if arguments.write:
         MEASURED.write_text("".join(f"{text}\n" for text in (json.dumps(facts), *(line.text() for line in lines))))
     return 1 if any(line.status == "failed" for line in lines) else 0
 

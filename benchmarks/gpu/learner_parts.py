@@ -72,8 +72,8 @@ def alone(candidate: str, model: Path, shape: Shape, options: Options) -> dict[s
     if done.returncode:
         last = done.stderr.strip().splitlines()
         raise NotRun(last[-1][:200] if last else f"code {done.returncode}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def steps(place: Place) -> Iterator[Line]:
@@ -103,46 +103,48 @@ def step_lines(place: Place, size: str, model: Path, shape: Shape, rate: float) 
         "trl_1": ("trl", replace(base, micro=1)),
         "trl_4": ("trl", replace(base, micro=4)),
     }
-    own: dict[str, float] | None = None
+    baseline: dict[str, float] | None = None
     for name, (candidate, options) in candidates.items():
         title = f"step/{size}/{name}"
         if candidate == "trl" and find_spec("trl") is None:
             yield not_run("b", title, "trl is not installed")
             continue
         try:
-            found = alone(candidate, model, shape, options)
+            figures = alone(candidate, model, shape, options)
         except NotRun as reason:
             yield not_run("b", title, str(reason))
             continue
-        own = own or found
-        reference = {} if found is own else {"reference": own["seconds"], "against": "ours"}
+        baseline = baseline or figures
+        reference = {} if figures is baseline else {"reference": baseline["seconds"], "against": "ours"}
         yield figure(
-            "b", f"{title}/seconds", found["seconds"], "s", note=f"first {found['first_seconds']:.3g}", **reference
+            "b", f"{title}/seconds", figures["seconds"], "s", note=f"first {figures['first_seconds']:.3g}", **reference
         )
-        yield figure("b", f"{title}/memory", found["mb"] / 1024, "GiB")
+        yield figure("b", f"{title}/memory", figures["mb"] / 1024, "GiB")
         if candidate == "ours":
             tokens = sampled(shape, vocabulary_of(model))
-            yield figure("b", f"{title}/passes", found["passes"], "passes")
-            yield figure("b", f"{title}/sampled_tokens_per_second", tokens / found["seconds"], "tokens/s")
-            flops = (6 if options.checkpointing else 4) * parameters(model) * found["tokens"]
-            yield figure("b", f"{title}/share_of_matmul", flops / found["seconds"] / rate, "", note="6N or 4N a token")
+            yield figure("b", f"{title}/passes", figures["passes"], "passes")
+            yield figure("b", f"{title}/sampled_tokens_per_second", tokens / figures["seconds"], "tokens/s")
+            flops = (6 if options.checkpointing else 4) * parameters(model) * figures["tokens"]
+            yield figure(
+                "b", f"{title}/share_of_matmul", flops / figures["seconds"] / rate, "", note="6N or 4N a token"
+            )
 
 
 def sequence_lines(place: Place, size: str, model: Path, shape: Shape) -> Iterator[Line]:
     title = f"sequence/{size}/tokens_per_second"
     try:
-        found = alone("ours", model, shape, options_of(place))
+        figures = alone("ours", model, shape, options_of(place))
     except NotRun as reason:
         yield not_run("b", title, str(reason))
         return
     yield figure(
         "b",
         title,
-        found["tokens"] / found["seconds"],
+        figures["tokens"] / figures["seconds"],
         "tokens/s",
         reference=None if place.quick else PRIME_RL[size],
         against="" if place.quick else "prime-rl on one H100, by its authors",
-        note=f"{found['mb'] / 1024:.1f} GiB",
+        note=f"{figures['mb'] / 1024:.1f} GiB",
     )
 
 

@@ -6,6 +6,7 @@ the reducer. Gauges are no events: they hold for a moment and are not stored.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Literal
 
@@ -30,12 +31,12 @@ from kestrl.runstate.states import RunPhase
 from kestrl.tools import SandboxInUse
 
 
-class RunEvent(Part):
+class RunEvent(Part, ABC):
     """Something that happened in a run."""
 
+    @abstractmethod
     def after(self, state: RunState) -> RunState:
         """The state after this event, but for its number. Only the reducer calls it."""
-        raise NotImplementedError
 
 
 class ProcessStarted(RunEvent):

@@ -260,8 +260,8 @@ class Training:
         resources = self._resources
         policy = await resources.publish(self._model, self._done, parent)
         learning = learning_in(resources.progress.state, self._settings)
-        known = learning.learned is False and self._done >= min(WINDOW_STEPS, resources.steps)
-        if learning.learned or known:
+        is_settled = learning.learned is False and self._done >= min(WINDOW_STEPS, resources.steps)
+        if learning.learned or is_settled:
             if not learning.learned:
                 log.warning("nothing is learned: %s", learning.message)
             elif learning.warning:

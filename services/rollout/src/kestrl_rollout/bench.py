@@ -189,10 +189,12 @@ class Bench:
             room = self._settings.max_tokens - attempt.completion_tokens
             if room <= 0:
                 return StopReason.MAX_TOKENS
-            said = await self._complete(list(tools.values()), attempt, min(room, self._settings.max_tokens_per_turn))
-            if not said.calls:
-                return StopReason.MAX_TOKENS if said.finish_reason == "length" else StopReason.ANSWERED
-            for index, call in enumerate(said.calls):
+            completion = await self._complete(
+                list(tools.values()), attempt, min(room, self._settings.max_tokens_per_turn)
+            )
+            if not completion.calls:
+                return StopReason.MAX_TOKENS if completion.finish_reason == "length" else StopReason.ANSWERED
+            for index, call in enumerate(completion.calls):
                 done, final = await self._call(tools, session, call, index, len(attempt.turns) - 1)
                 attempt.calls.append(done)
                 attempt.messages.append({"role": "tool", "tool_call_id": call.id, "content": done.text})
@@ -220,7 +222,7 @@ class Bench:
         attempt.completions += 1
         try:
             answer: Any = await self._client.chat.completions.with_raw_response.create(**arguments)
-            said = read_completion(answer.http_response.content, self._redactor)
+            completion = read_completion(answer.http_response.content, self._redactor)
         except APIStatusError as error:
             text = self._redactor.text(f"{endpoint.model}: HTTP {error.status_code}: {error.message}")[:500]
             raise EngineFailure(text, code=_status_code(error.status_code)) from error
@@ -232,22 +234,22 @@ class Bench:
         except APIConnectionError as error:
             text = f"{endpoint.model}: {endpoint.url or 'the endpoint'} cannot be reached: {error}"
             raise EngineFailure(text, code="endpoint_unreachable") from error
-        self._count_tokens(said, attempt)
-        attempt.messages.append(dict(said.message))
+        self._count_tokens(completion, attempt)
+        attempt.messages.append(dict(completion.message))
         attempt.turns.append(
             Turn(
                 index=len(attempt.turns),
                 row=0,
                 start=0,
                 end=0,
-                text=said.text,
-                finish_reason=said.finish_reason,
+                text=completion.text,
+                finish_reason=completion.finish_reason,
                 engine=endpoint.model,
                 policy=endpoint.model,
                 seconds=time.monotonic() - began,
             )
         )
-        return said
+        return completion
 
     def _check_budget(self) -> None:
         endpoint = self._settings.endpoint

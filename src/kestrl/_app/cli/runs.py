@@ -94,14 +94,14 @@ def observe(run: RunDir) -> ObservedRun:
 
 def _advice(run: RunDir, state: LocalRunState) -> str:
     here = shlex.join(["--runs", str(run.path.parent)])
-    again = "run the same command again to resume from the last checkpoint"
+    advice = "run the same command again to resume from the last checkpoint"
     return {
         LocalRunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
         LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
         LocalRunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to "
         "resume",
-        LocalRunState.STOPPED: again,
-        LocalRunState.DEAD: f"its runner ended without a record (killed?); {again}",
+        LocalRunState.STOPPED: advice,
+        LocalRunState.DEAD: f"its runner ended without a record (killed?); {advice}",
         LocalRunState.NEVER_STARTED: "run the same command again",
     }[state]
 

@@ -108,8 +108,8 @@ def installed_engine(inference: Inference, base: Path) -> EngineBuild:
     except UserInputError as error:
         if fit is None:
             raise
-        again = f"remove it and install it again: kestrl engine remove {fit}"
-        raise UserInputError(f"{ENGINE_FIELD}: the installed {fit} is damaged; {again} ({error})") from error
+        advice = f"remove it and install it again: kestrl engine remove {fit}"
+        raise UserInputError(f"{ENGINE_FIELD}: the installed {fit} is damaged; {advice} ({error})") from error
     installed: dict[str, str] = described["distributions"]
     if not set(installed) - {ASCEND_BUILD}:
         if inference.python is None:

@@ -27,10 +27,10 @@ def uv_program() -> str:
 
         return find_uv_bin()
     except (ImportError, FileNotFoundError):
-        found = shutil.which("uv")
-    if found is None:
+        program = shutil.which("uv")
+    if program is None:
         raise UserInputError("uv is missing, which makes environments of engines: pip install uv")
-    return found
+    return program
 
 
 def run_uv(*arguments: str | Path, folder: Path, purpose: str, keep_open: Sequence[int] = ()) -> None:

@@ -90,10 +90,10 @@ def _tried(name: str, look: Callable[[], str]) -> Finding:
 def named(job: AgentRLJob, base: Path) -> Finding:
     """Whether the user code, template and rows of the job can be loaded and are consistent."""
     with tempfile.TemporaryDirectory() as cache:
-        found = check_job(job, base=base, cache_dir=Path(cache), engine=False)  # looked for before
-    counts = found.summary
-    status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *found.warnings])
-    return Finding(name="job", status="unusable" if found.problems else status, fix="\n".join(found.problems))
+        findings = check_job(job, base=base, cache_dir=Path(cache), engine=False)  # looked for before
+    counts = findings.summary
+    status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *findings.warnings])
+    return Finding(name="job", status="unusable" if findings.problems else status, fix="\n".join(findings.problems))
 
 
 def machine() -> Finding:

@@ -54,9 +54,9 @@ def report_of(state: RunState) -> pb.WatchProgressResponse:
     """A report for the stream."""
     activity, policy, engines, history = state.activity, state.policy, state.engines, state.history
     last = dict(sorted(history.evaluations.items())[-EVALUATIONS:])
-    whole = state.but(history=history.but(evaluations=last))
+    bounded = state.but(history=history.but(evaluations=last))
     return pb.WatchProgressResponse(
-        state=json.dumps(whole.to_json()),
+        state=json.dumps(bounded.to_json()),
         phase=run_phase_to_proto(activity.phase or RunPhase.STARTING),
         step=state.steps.done,
         total_steps=state.steps.total,

@@ -98,9 +98,9 @@ def _difference(
     except (RuntimeError, TypeError, ValueError) as error:  # a family that makes something of the mask before
         return str(error).strip().partition("\n")[0] or type(error).__name__
     rounding = 8 * torch.finfo(expected.dtype).eps
-    found = float((states - expected).detach().abs().max())
-    if not found <= min(max(1e-4, rounding) * float(expected.detach().abs().max()), influence / 8):
-        return f"states of packed rows differ by {found:g}"
+    largest = float((states - expected).detach().abs().max())
+    if not largest <= min(max(1e-4, rounding) * float(expected.detach().abs().max()), influence / 8):
+        return f"states of packed rows differ by {largest:g}"
     right = _gradient(body, expected)
     off = float((slope - right).norm() / right.norm().clamp(min=torch.finfo(right.dtype).tiny))
     return "" if off <= max(1e-3, 2 * rounding) else f"gradients of packed rows differ by {off:.1%}"
@@ -119,5 +119,5 @@ def _gradient(body: nn.Module, states: Tensor) -> Tensor:
 
 def _alone(body: nn.Module, row: Sequence[int], device: torch.device) -> Tensor:
     """Last hidden states of one row: shape (tokens, hidden size)."""
-    found: Any = body(input_ids=torch.tensor([row], device=device), use_cache=False)
-    return found.last_hidden_state[0]
+    output: Any = body(input_ids=torch.tensor([row], device=device), use_cache=False)
+    return output.last_hidden_state[0]

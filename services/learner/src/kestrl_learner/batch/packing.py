@@ -185,7 +185,7 @@ def packed(groups: Sequence[tuple[array[int], Sequence[TrainRow], bool]]) -> Pac
     Args:
         groups: A prompt, rows that have it, and whether they share it; else it stands before each of them.
     """
-    found = Packed([], [], [])
+    sequence = Packed([], [], [])
     offset = 0
     for prompt, rows, shared in groups:
         before, common = (array("i"), prompt) if shared else (prompt, array("i"))
@@ -196,11 +196,11 @@ def packed(groups: Sequence[tuple[array[int], Sequence[TrainRow], bool]]) -> Pac
             sampled = [len(before) + place for place, on in enumerate(row.mask) if on]
             assert shared or 0 not in sampled, "nothing predicts the first token of a row"
             segment.append(ids[: max(sampled, default=0 if shared else 1)])
-            found.states.extend(offset + place - 1 if place else first + len(common) - 1 for place in sampled)
-            found.targets.extend(ids[place] for place in sampled)
+            sequence.states.extend(offset + place - 1 if place else first + len(common) - 1 for place in sampled)
+            sequence.targets.extend(ids[place] for place in sampled)
             offset += len(segment[-1])
-        found.rows.append(PackedRows(common, segment))
-    return found
+        sequence.rows.append(PackedRows(common, segment))
+    return sequence
 
 
 def enable(base: Any) -> bool:

@@ -307,15 +307,15 @@ class TrainedModel(ABC):
         """Log-probabilities of the sampled tokens of one of `passes`, piece by piece in row order."""
         group, rows = pieces[0].group, pieces[0].rows
         if self._packed(group.prompt):
-            found = packing.packed(
+            sequence = packing.packed(
                 [
                     (piece.group.prompt, piece.rows, self._packed_behind_one(piece.group.prompt, piece.rows))
                     for piece in pieces
                 ]
             )
             with self._saving():
-                hidden = self._packed_hidden(found)[self._places(found.states)]
-            return self._token_logprobs(hidden, self._places(found.targets), temperature, entropies)
+                hidden = self._packed_hidden(sequence)[self._places(sequence.states)]
+            return self._token_logprobs(hidden, self._places(sequence.targets), temperature, entropies)
         shared = group.prompt if self._shares_prompts else array("i")
         ids, padding, wanted = self._padded(rows, group.prompt[len(shared) :])
         with self._saving():

@@ -62,13 +62,13 @@ def by_episode(passes: Sequence[Pass], values: Sequence[Tensor]) -> dict[Key, Te
         passes: What was computed.
         values: (N,) of the sampled tokens of each pass.
     """
-    found: dict[Key, Tensor] = {}
+    values_of_episodes: dict[Key, Tensor] = {}
     for each, whole in zip(passes, values, strict=True):
         episodes = each.episodes
         sizes = [count for _, count in episodes]
         parts = cast("Sequence[Tensor]", whole.split(sizes))  # pyright: ignore[reportUnknownMemberType]
-        found |= {key: part for (key, _), part in zip(episodes, parts, strict=True)}
-    return found
+        values_of_episodes |= {key: part for (key, _), part in zip(episodes, parts, strict=True)}
+    return values_of_episodes
 
 
 def of_pass(values: Mapping[Key, Tensor], each: Pass) -> Tensor:

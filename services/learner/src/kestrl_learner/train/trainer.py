@@ -230,11 +230,11 @@ class Trainer:
             passes: This rank's.
             values: (N,) of each.
         """
-        found = by_episode(passes, values)
+        by_key = by_episode(passes, values)
         if self._ranks.count > 1:
-            everyone = self._ranks.gather({key: value.cpu() for key, value in found.items()})
-            found = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
-        return found
+            everyone = self._ranks.gather({key: value.cpu() for key, value in by_key.items()})
+            by_key = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
+        return by_key
 
     def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> Prepared:
         """The groups with advantages, and the log-probs that hold for the whole step."""
@@ -252,15 +252,15 @@ class Trainer:
         """Log-probs under the base model."""
         assert isinstance(self.model, PolicyModel), "without an adapter the base is not kept"
         with self.model.without_adapter():
-            found = list(self._computed(self._passes(list(enumerate(groups)))))
-        return self._by_episode([each.which for each in found], [each.logprobs for each in found])
+            computed = list(self._computed(self._passes(list(enumerate(groups)))))
+        return self._by_episode([each.which for each in computed], [each.logprobs for each in computed])
 
     def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> Mapping[Key, Tensor]:
         """Log-probs under the weights that the step begins with, which are observed."""
-        found = list(self._computed(self._passes(list(enumerate(groups))), entropies=True))
-        for computed in found:
-            observed.add(computed, self._behaviour(computed.which.rows))
-        return self._by_episode([each.which for each in found], [each.logprobs for each in found])
+        computed = list(self._computed(self._passes(list(enumerate(groups))), entropies=True))
+        for each in computed:
+            observed.add(each, self._behaviour(each.which.rows))
+        return self._by_episode([each.which for each in computed], [each.logprobs for each in computed])
 
     def _behaviour(self, rows: Sequence[TrainRow]) -> Tensor:
         return torch.tensor(stream(rows, [row.behaviour for row in rows]), device=self.model.device)
@@ -284,8 +284,8 @@ class Trainer:
         self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
         norm_on_device = torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm)
         # Read last: until here nothing has waited for the device.
-        whole = torch.stack(losses) if losses else torch.zeros(0)
-        parts = cast("list[float]", whole.tolist())  # pyright: ignore[reportUnknownMemberType]
+        losses_of_passes = torch.stack(losses) if losses else torch.zeros(0)
+        parts = cast("list[float]", losses_of_passes.tolist())  # pyright: ignore[reportUnknownMemberType]
         loss = sum(self._ranks.gather(sum(parts)))
         norm = float(norm_on_device)
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -27,8 +27,8 @@ def cut_at_stop(
         else:
             low = middle + 1
     stop = _first(decode(ids[:low]), stops)
-    kept = replace(completion, token_ids=ids[:low], logprobs=completion.logprobs[:low], finish_reason="stop")
-    return kept, stop
+    beginning = replace(completion, token_ids=ids[:low], logprobs=completion.logprobs[:low], finish_reason="stop")
+    return beginning, stop
 
 
 def _first(text: str, stops: Sequence[str]) -> str:

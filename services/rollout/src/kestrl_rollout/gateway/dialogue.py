@@ -107,15 +107,15 @@ class Dialogue:
     def _rendered(self, history: History) -> _Prompt:
         match, chat = self._threads.match(history), self._chat_model.chat
         known = {index: turn.message for index, turn in match.known.items()}
-        said = _with_ids_of_the_model(history.messages, match.known)
-        messages = self._history.messages(said, seen=match.since + 1, known=known)
+        renamed = _with_ids_of_the_model(history.messages, match.known)
+        messages = self._history.messages(renamed, seen=match.since + 1, known=known)
         toolset = chat.toolset(history.tools)
         if match.turn is not None:
             before = self._sampler.beginning(match.turn.row, match.turn.end)
             new = chat.extension(messages, since=match.since, last=before[-1], tools=toolset)
             if new is not None:
                 return _Prompt(ids=[*before, *new], messages=messages, match=match, reason=match.reason)
-            messages = self._history.messages(said, known=known)
+            messages = self._history.messages(renamed, known=known)
         text = chat.text(messages, toolset)
         for tool in history.tools:
             if tool["function"]["name"] not in text:
@@ -194,7 +194,7 @@ def _with_ids_of_the_model(
     messages: Sequence[Mapping[str, Any]], known: Mapping[int, KnownTurn]
 ) -> list[Mapping[str, Any]]:
     """The messages, with results of calls that the model gave ids under those."""
-    said: list[Mapping[str, Any]] = []
+    renamed: list[Mapping[str, Any]] = []
     calls: Sequence[Mapping[str, Any]] = ()
     ids: Sequence[str] | None = None
     for index, message in enumerate(messages):
@@ -205,8 +205,8 @@ def _with_ids_of_the_model(
             name = calls[place]["function"]["name"]
             call_id = message["tool_call_id"] if ids is None else ids[place]
             message = {**message, "name": name, "tool_call_id": call_id}
-        said.append(message)
-    return said
+        renamed.append(message)
+    return renamed
 
 
 def _record(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -63,12 +63,12 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
     if choice.get("disable_parallel_tool_use") is True and tools:
         metrics.append(not_obeyed("parallel_tool_calls"))
     thinking = mapping(fields.get("thinking"), "thinking").get("type", "disabled") != "disabled"
-    said = objects(fields.get("messages"), "messages")
-    if len(said) > MAX_MESSAGES:
+    entries = objects(fields.get("messages"), "messages")
+    if len(entries) > MAX_MESSAGES:
         raise invalid("messages", f"a list of at most {MAX_MESSAGES} messages")
     system = text_of(fields.get("system"), "system")
     messages: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for index, message in enumerate(said):
+    for index, message in enumerate(entries):
         messages += _messages(message, f"messages[{index}]")
     return ChatRequest(
         history=History(messages=messages, tools=tools),

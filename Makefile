@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ room: $(STAMP)
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)
 	$(BIN)/python -m pytest -q -m distributions tests/distributions
+
+## make wheels           build the wheel of each distribution into dist/
+wheels: $(UV)
+	$(UV) build --all-packages --wheel --quiet --out-dir dist
 
 ## make inspect-check    run inspect_ai's conformance checks for sandboxes, in an environment of their own
 inspect-check: $(UV)

@@ -18,7 +18,7 @@ RUN export="/uv/bin/uv export --frozen --no-default-groups --no-emit-workspace -
  && /uv/bin/uv pip install --no-deps --require-hashes --requirements /rest.txt \
  && /uv/bin/uv pip install ${TORCH_BACKEND:+--torch-backend ${TORCH_BACKEND}} --constraints /lock.txt torch
 COPY . .
-RUN /uv/bin/uv pip install --no-deps . ./services/learner ./examples/email-search
+RUN /uv/bin/uv pip install --no-deps . ./services/learner ./examples/demo-models ./examples/email-search
 
 FROM ${BASE}
 ARG VERSION=unknown

@@ -21,7 +21,7 @@ RUN export="/uv/bin/uv export --frozen --no-default-groups --no-emit-workspace -
 ARG TORCH_NPU=2.13.0
 RUN /uv/bin/uv pip install --constraints /lock.txt torch-npu==${TORCH_NPU}
 COPY . .
-RUN /uv/bin/uv pip install --no-deps . ./services/learner ./examples/email-search
+RUN /uv/bin/uv pip install --no-deps . ./services/learner ./examples/demo-models ./examples/email-search
 
 FROM ${BASE}
 ARG VERSION=unknown

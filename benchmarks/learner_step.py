@@ -156,7 +156,7 @@ def trl_is_installed() -> bool:
 
 
 def measure() -> Iterator[Row]:
-    from kestrl_email.smollm2 import smollm2
+    from kestrl_demo_models.smollm2 import smollm2
 
     yield from measured(str(smollm2()), SHAPES)
 

@@ -35,7 +35,7 @@ from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Scenario
 from kestrl.episode.codec import scenario_to_proto
-from kestrl_email.model_path import tiny
+from kestrl_demo_models.tiny import tiny
 
 LOADS = ((64, 2_000), (512, 4_000), (2_048, 8_192))
 """Concurrent episodes, and total episodes."""

@@ -206,7 +206,7 @@ def prepare(folder: Path, *, varied: bool, checkpointed: bool) -> list[int]:
     """Writes the settings of ours and the rows of TRL; returns the tokens of each step."""
     from kestrl._shared.plan.sft import sft_settings
     from kestrl._shared.spec.sft import parse_sft_job
-    from kestrl_email.smollm2 import smollm2
+    from kestrl_demo_models.smollm2 import smollm2
     from kestrl_learner.sft.data import load_items
     from kestrl_learner.sft.training import batches
 

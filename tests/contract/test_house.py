@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kestrl": "src",
+    "kestrl_demo_models": "examples/demo-models/src",
     "kestrl_email": "examples/email-search/src",
     "kestrl_inference": "services/inference/src",
     "kestrl_judge": "services/judge/src",

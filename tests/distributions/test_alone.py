@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def installed(name: str, wheels: Path, folder: Path, *extras: str) -> Path:
         *(f"--extra={extra}" for extra in extras),
     )
     (folder / "requirements.txt").write_text(listed)
-    own = [path for path in wheels.iterdir() if path.name.startswith(("kestrl-0", f"{name.replace('-', '_')}-0"))]
+    distributions = ("kestrl", name, *(("kestrl-demo-models",) if name == "kestrl-email" else ()))
+    own = [path for path in wheels.iterdir() if path.name.partition("-")[0].replace("_", "-") in distributions]
     install = (UV, "pip", "install", "--quiet", "--no-deps", "--python", python)
     run(*install, "--requirements", folder / "requirements.txt")
     run(*install, *own)
@@ -159,3 +162,57 @@ def test_the_program_without_its_extra_names_what_to_install(wheels: Path, tmp_p
     ended = answer(python, tmp_path, "-c", "from kestrl._app.program import main; main()")
     assert ended.returncode == 2
     assert ended.stderr == "error: the program kestrl needs the package typer: pip install 'kestrl[cli]'\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["doctor"], "pip install 'kestrl[local]'"),
+        (
+            ["run", "job.yaml"],
+            "kestrl-tools: not installed, which a run on this machine needs; pip install",
+        ),
+        (["sft", "sft.yaml"], "kestrl-learner: not installed"),
+        (["email"], "kestrl email is not installed; pip install 'kestrl[email]'"),
+        (["sandbox", "check"], "kestrl sandbox is not installed; pip install 'kestrl[local]'"),
+        (["new", "mine"], ""),
+    ],
+)
+def test_the_program_without_the_services_names_what_to_install(
+    command: list[str], expected: str, program: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(MANIFEST))
+    ended = answer(program, tmp_path, "-m", "kestrl._app.cli.main", *command)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2 if expected else 0, False), ended.stderr
+    assert expected in " ".join((ended.stdout + ended.stderr).split())
+
+
+@pytest.fixture(scope="session")
+def program(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the program alone."""
+    return installed("kestrl", wheels, tmp_path_factory.mktemp("program"), "cli")
+
+
+@pytest.mark.share
+def test_everything_for_one_machine_comes_from_the_registry_and_trains_a_job_of_ones_own(
+    wheels: Path, tmp_path: Path
+) -> None:
+    """`kestrl[local]` is resolved by the registry alone: without the lock and its overrides. The engine is the one of
+    this checkout, named as any interpreter is.
+    """
+    environment, place = tmp_path / "bare environment", tmp_path / "my place"
+    place.mkdir()
+    python = environment / "bin" / "python"
+    run(UV, "venv", "--quiet", "--python", "3.11", environment)
+    # torch as in the lock, which is in uv's cache; without the line it is the newest one.
+    pinned = ("--constraint", tmp_path / "torch.txt")
+    (tmp_path / "torch.txt").write_text(f"torch=={version('torch')}\n")
+    install = (UV, "pip", "install", "--quiet", "--no-config", "--python", python, "--find-links", wheels, *pinned)
+    run(*install, "kestrl[local]", cwd=tmp_path)
+    program = environment / "bin" / "kestrl"
+    run(program, "new", "my job", cwd=place)
+    job = place / "my job" / "job.yaml"
+    run(program, "validate", job, cwd=place)
+    run(program, "run", job, "--engine-python", sys.executable, "--set", "schedule.maxSteps=2", cwd=place)
+    summary = json.loads(next(place.glob("runs/*/summary.json")).read_text())
+    assert (summary["status"], summary["steps"]) == ("succeeded", 2)

@@ -20,7 +20,7 @@ from tests.fakes.collector import Collector, collecting
 from tests.fakes.ports import free_port
 
 from kestrl._app.local.rundir import RunDir
-from kestrl_email.model_path import tiny
+from kestrl_demo_models.tiny import tiny
 
 from .runs import QUICKSTART, SMALL, belonging_to, eventually, kestrl, summary_of
 

@@ -16,17 +16,24 @@ DATA_GROUP = "kestrl.data"
 as `demo://name/path`."""
 MODEL_GROUP = "kestrl.models"
 """Entry points `name -> () -> Path`: model folders that an installed application provides as `demo://name`."""
+PACKAGES = {
+    (MODEL_GROUP, "tiny"): "kestrl-demo-models",
+    (MODEL_GROUP, "smollm2"): "kestrl-demo-models[smollm2]",
+    (DATA_GROUP, "email"): "kestrl-email",
+}
+"""Distributions of ours that offer a name, for messages."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """A Hugging Face id as other frameworks write it, without hf://; also the form of a relative path."""
 
 
 def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
-    found = entry_points(group=group)
-    for entry in found:
+    offers = entry_points(group=group)
+    for entry in offers:
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
-    known = ", ".join(sorted(entry.name for entry in found)) or "none"
-    raise UserInputError(f"{field}: no installed package offers demo://{name} (there are: {known})")
+    known = ", ".join(sorted(entry.name for entry in offers)) or "none"
+    fix = f"; pip install '{PACKAGES[group, name]}'" if (group, name) in PACKAGES else ""
+    raise UserInputError(f"{field}: no installed package offers demo://{name} (there are: {known}){fix}")
 
 
 def _local(uri: str, base: Path, field: str) -> Path:

@@ -139,7 +139,7 @@ def test_the_command_writes_both_splits(tmp_path: Path):
 def test_tools_rewards_data_and_commands_are_light():
     code = (
         "import sys, kestrl_email.tools, kestrl_email.rewards, kestrl_email.data, kestrl_email.commands, "
-        "kestrl_email.model_path\n"
+        "kestrl_demo_models.tiny\n"
         "print(*{'torch', 'transformers', 'tokenizers', 'vllm', 'numpy'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from kestrl.data.locate import locate_model
 from kestrl.tools import ToolError
+from kestrl_demo_models.tiny import tiny
 from kestrl_email import demonstrations as demos
 from kestrl_email import transcripts
-from kestrl_email.model_path import tiny
 from kestrl_email.tools import DONT_KNOW
 from kestrl_email.world import Split, make_tasks, split_of, write_database
 

@@ -19,7 +19,7 @@ from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel, load_model
 from kestrl.errors import UserInputError
 from kestrl.tools.schema import describe
-from kestrl_email import smollm2
+from kestrl_demo_models import smollm2
 from kestrl_email.tools import SearchEmails
 from kestrl_email.world import Split, make_tasks
 
@@ -106,7 +106,7 @@ def test_a_place_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPa
 
 def test_a_rewriting_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    broken = tmp_path / "kestrl_email" / "smollm2.py"
+    broken = tmp_path / "kestrl_demo_models" / "smollm2.py"
     broken.parent.mkdir()
     (broken.parent / "__init__.py").touch()
     broken.write_text("raise OSError('No space left on device')")
@@ -116,7 +116,7 @@ def test_a_rewriting_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_resolving_the_address_imports_no_torch(folder: Path) -> None:
-    code = "import sys; from kestrl_email.smollm2 import smollm2; print(smollm2()); print('torch' in sys.modules)"
+    code = "import sys; from kestrl_demo_models.smollm2 import smollm2; print(smollm2()); print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert printed == [str(folder), "False"]
 

@@ -23,7 +23,7 @@ from kestrl._shared.spec.load import ProblemsError, read_job
 from kestrl._shared.spec.sft import read_sft_job
 from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
-from kestrl_email.model_path import tiny
+from kestrl_demo_models.tiny import tiny
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.model import full_model
 from kestrl_learner.model.policy_model import PolicyModel

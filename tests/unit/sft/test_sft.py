@@ -22,8 +22,8 @@ from kestrl.data.conversations import Conversation
 from kestrl.errors import UserInputError
 from kestrl.storage import fetch_adapter, open_store
 from kestrl.storage.adapters import WEIGHTS
+from kestrl_demo_models.tiny import tiny
 from kestrl_email.demonstrations import GOOD, demonstrations
-from kestrl_email.model_path import tiny
 from kestrl_email.transcripts import SCHEMAS
 from kestrl_email.transcripts import encode as encode_by_hand
 from kestrl_learner.model import adapters

@@ -17,7 +17,7 @@ from kestrl.data import load_scenarios
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import open_store
 from kestrl.storage.models import publish_model
-from kestrl_email.model_path import tiny
+from kestrl_demo_models.tiny import tiny
 
 
 def settings(folder: Path, **changes: Any) -> PrepareSettings:

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kestrl.errors import UserInputError
+
 if TYPE_CHECKING:  # typer has click within itself and offers these types nowhere else
     from typer._click.core import Command, Context
 
 COMMANDS_GROUP = "kestrl.commands"
 """Entry points `name -> typer.Typer`: commands that an installed application adds."""
+
+EXTRAS = {"demo-model": "email", "email": "email", "sandbox": "local"}
+"""Extras of kestrl that bring a command of another distribution."""
 
 
 class Listed(NamedTuple):
@@ -94,6 +99,8 @@ class Commands(TyperGroup):
         return super().get_command(ctx, cmd_name) if cmd_name in COMMANDS else loaded(cmd_name)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        if args and args[0] in EXTRAS and args[0] not in _applications():
+            raise UserInputError(f"kestrl {args[0]} is not installed; pip install 'kestrl[{EXTRAS[args[0]]}]'")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else loaded(name), rest
 

@@ -14,6 +14,7 @@ import typer
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
 from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.files import write_atomic
+from kestrl._app.local.processes import require_services
 from kestrl._shared.plan.components import TORCH_DEFAULTS
 from kestrl._shared.plan.devices import LEARNER, VISIBLE, Need, assigned_devices, device_variables
 from kestrl._shared.plan.sft import SFTSettings, sft_settings
@@ -107,6 +108,7 @@ def device_environment(job: SFTJob) -> dict[str, str]:
 
 def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int, SFTSettings]:
     """Exit code and settings of a training program that has ended."""
+    require_services(["kestrl-learner"])
     job = read_sft_job(manifest, overrides)
     folder = runs / f"{job.metadata.name}-sft"
     settings = located(job, base=manifest.resolve().parent, folder=folder)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl._app.engines.interpreter import engine_build, installed_engine
 from kestrl._app.local.check import check_job
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
+from kestrl._app.local.processes import LOCAL, missing_services
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import local_devices, storage_root
 from kestrl._shared.plan.devices import assigned_devices, device_needs
@@ -33,7 +33,6 @@ from kestrl.errors import KestrlError, UserInputError, place_error
 from kestrl.storage import ObjectStore
 from kestrl.storage.uris import file_uri, is_local, local_path
 
-SERVICES = ("kestrl_inference", "kestrl_judge", "kestrl_learner", "kestrl_rollout", "kestrl_tools")
 SANDBOX = "kestrl_sandbox"
 CONNECT_SECONDS = 5.0
 PROGRAM_SECONDS = 30.0
@@ -155,9 +154,8 @@ def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
 
 def parts() -> Finding:
     """Whether every service is installed in this environment."""
-    missing = [name for name in SERVICES if find_spec(name) is None]
-    if missing:
-        return Finding(name="parts", status="missing: " + ", ".join(missing), fix="run `make setup`, or install them")
+    if missing := missing_services():
+        return Finding(name="parts", status="missing: " + ", ".join(missing), fix=LOCAL)
     return Finding(name="parts", status=f"kestrl {version('kestrl')} and all its services")
 
 

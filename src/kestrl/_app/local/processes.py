@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from kestrl._app.engines.variables import engine_environment
@@ -16,7 +17,12 @@ from kestrl._shared import process_guard
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.spec.rules.engine_rules import RESERVED_VARIABLES
+from kestrl.errors import UserInputError
 
+SERVICES = ("kestrl-inference", "kestrl-judge", "kestrl-learner", "kestrl-rollout", "kestrl-tools")
+"""Distributions whose programs are the processes of a run."""
+LOCAL = "pip install 'kestrl[local]'"
+"""Command that installs all of them."""
 LAST_LINES_SECONDS = 5.0
 """Time limit in seconds for the remaining output of a program that has ended with all its children."""
 STOP_SECONDS = 40.0
@@ -24,6 +30,21 @@ STOP_SECONDS = 40.0
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
 """Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
 compilation on every start, and credentials belong to the run."""
+
+
+def missing_services(names: Sequence[str] = SERVICES) -> list[str]:
+    """Those of some distributions that are not installed beside this program."""
+    return [name for name in names if find_spec(name.replace("-", "_")) is None]
+
+
+def require_services(names: Sequence[str] = SERVICES) -> None:
+    """Refuses a run that could not start its processes.
+
+    Raises:
+        UserInputError: Some of the distributions are missing.
+    """
+    if missing := missing_services(names):
+        raise UserInputError(f"{', '.join(missing)}: not installed, which a run on this machine needs; {LOCAL}")
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kestrl._app.local.check import check_job, fitted_job
 from kestrl._app.local.files import write_atomic
-from kestrl._app.local.processes import Launcher
+from kestrl._app.local.processes import Launcher, require_services
 from kestrl._app.local.report import print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
@@ -185,6 +185,7 @@ def run_job(
         UserInputError: Another runner holds the lock of the run, or something that the job references does not exist.
     """
     with removed_if_refused(run) as refusal:
+        require_services()
         if run.lock() is None:
             refusal.pop_all()
             raise UserInputError(

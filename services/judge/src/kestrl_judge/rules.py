@@ -20,7 +20,7 @@ from kestrl.errors import Failure, JudgeFailure, UserInputError
 from kestrl.rewards import Claim, Score
 from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
 from kestrl_judge.process import Command, Died, Late, RewardProcess
-from kestrl_judge.scoring import Gate, ScoredGroup, Verdict
+from kestrl_judge.scoring import Gate, JudgeStopped, ScoredGroup, Verdict
 
 log = logging.getLogger(__name__)
 QUEUE = 4096
@@ -55,6 +55,7 @@ class RuleScorer:
         self._keepers: list[asyncio.Task[None]] = []
         self._running: dict[int, RewardProcess] = {}
         self.restarts = 0
+        self._closed = False
 
     @property
     def pids(self) -> list[int]:
@@ -75,12 +76,13 @@ class RuleScorer:
 
     async def close(self) -> None:
         """Kills the processes; pending episodes get a failure."""
+        self._closed = True
         for keeper in self._keepers:
             keeper.cancel()
         if self._keepers:
             await asyncio.wait(self._keepers)
         while not self._jobs.empty():
-            _settle(self._jobs.get_nowait(), _stopped(self.name).failure())
+            _settle(self._jobs.get_nowait(), JudgeStopped(self.name).failure())
         for process in list(self._running.values()):
             await process.kill()
         self._running.clear()
@@ -113,6 +115,8 @@ class RuleScorer:
         for _ in range(MOST_CLAIMS + 1):
             job = _Job(request.SerializeToString())
             await self._jobs.put(job)
+            if self._closed:  # since this waited for a place
+                _settle(job, JudgeStopped(self.name).failure())
             try:
                 found = await job.verdict
             finally:
@@ -147,7 +151,7 @@ class RuleScorer:
                 _settle(job, error.failure() if isinstance(error, Died) else _unavailable(self.name, error).failure())
                 await self._end(index)
             except BaseException:
-                _settle(job, _stopped(self.name).failure())
+                _settle(job, JudgeStopped(self.name).failure())
                 raise
 
     async def _asked(self, process: RewardProcess, job: _Job) -> Verdict | Claim:
@@ -186,10 +190,6 @@ class RuleScorer:
 def _settle(job: _Job, verdict: Verdict | Claim) -> None:
     if not job.verdict.done():
         job.verdict.set_result(verdict)
-
-
-def _stopped(name: str) -> JudgeFailure:
-    return JudgeFailure(f"{name}: the judge is shutting down", code="judge_stopped", retryable=True)
 
 
 def _unavailable(name: str, error: UserInputError) -> JudgeFailure:

@@ -12,10 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from kestrl.episode import LARGEST_REWARD, Group, Json
-from kestrl.errors import Boundary, Failure, UserInputError
+from kestrl.errors import Boundary, Failure, JudgeFailure, UserInputError
 from kestrl.rewards import Score
 
 Verdict = Score | Failure
+
+
+class JudgeStopped(JudgeFailure):
+    """A component was closed before it had a verdict. Another judge can give one."""
+
+    code = "judge_stopped"
+    retryable = True
+
+    def __init__(self, component: str) -> None:
+        super().__init__(f"{component}: the judge is shutting down")
 
 
 class Gate(NamedTuple):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kestrl.algorithms import Algorithm
-from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
+from kestrl.episode import Episode, Group, PolicyVersion, Purpose, Scenario, StopReason
 from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
 from kestrl_learner import run as run_module
+from kestrl_learner.dispatch import testing
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.dispatch.running_groups import RunningGroup, RunningGroups
+from kestrl_learner.dispatch.testing import CheckedSource
 from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.run import Run
 from kestrl_learner.run_resources import RunResources
@@ -136,7 +139,13 @@ class Replay(GroupSource):
 async def test_training_takes_groups_from_any_source(
     staged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rollouts = run_module._rollouts
+
+    def checked(resources: RunResources, vocabulary: int, ledger: Ledger, algorithm: Algorithm) -> GroupSource:
+        return CheckedSource(rollouts(resources, vocabulary, ledger, algorithm), ledger)
+
     async with staged() as stage:
+        monkeypatch.setattr(run_module, "_rollouts", checked)
         await Run(stage.but(max_steps=2, validation=None)).main()
         asked, trained = len(stage.asked()), stage.adapter_bytes(2)
         recorded = ObjectEpisodeStore(open_store(stage.settings.storage))
@@ -144,7 +153,7 @@ async def test_training_takes_groups_from_any_source(
 
         def replay(_: RunResources, __: int, ledger: Ledger, ___: Algorithm) -> GroupSource:
             made.append(Replay(ledger, recorded))
-            return made[-1]
+            return CheckedSource(made[-1], ledger)
 
         monkeypatch.setattr(run_module, "_rollouts", replay)
         other = tmp_path / "other"
@@ -155,3 +164,93 @@ async def test_training_takes_groups_from_any_source(
         (folder,) = (other / "store" / "adapters").glob("000002-*")
         assert (folder / "adapter_model.safetensors").read_bytes() == trained
         assert [step for _, step in made[0].began] == [0]
+
+
+class Scripted(GroupSource):
+    """A source of the groups that a test gives it."""
+
+    def __init__(self, *groups: ReadyGroup) -> None:
+        self.groups = list(groups)
+        self.versions: set[str] = set()
+
+    def begin(self, policy: PolicyVersion, step: int) -> None:
+        pass
+
+    async def run(self) -> None:
+        pass
+
+    async def take(self, step: int) -> list[ReadyGroup]:
+        if not self.groups:
+            await asyncio.Event().wait()
+        return self.groups
+
+    def advance(self, policy: PolicyVersion) -> None:
+        pass
+
+    def versions_in_use(self) -> set[str]:
+        return self.versions
+
+    def drain(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    opened = Ledger(f"sqlite:///{tmp_path}/ledger.db", seed=1, size=4, epochs=1)
+    yield opened
+    opened.close()
+
+
+def finished(ledger: Ledger, sampled_by: PolicyVersion) -> ReadyGroup:
+    """A group of the next lease, which is finished."""
+    lease = ledger.lease(0)
+    assert lease is not None
+    ledger.finish(lease)
+    episode = Episode(
+        id=f"g-{lease.position}/0",
+        group_id=f"g-{lease.position}",
+        scenario_id="s",
+        index=0,
+        seed=1,
+        rows=[],
+        turns=[],
+        tool_calls=[],
+        messages=[],
+        stop_reason=StopReason.ANSWERED,
+        failure=None,
+        policy=sampled_by,
+        engine="engine-0",
+        started_at=0.0,
+        seconds=1.0,
+    )
+    scenario = Scenario(id="s", ordinal=lease.ordinal, messages=[])
+    return ReadyGroup(lease, Group(id=episode.group_id, scenario=scenario, episodes=[episode]), policy(0))
+
+
+async def test_a_source_that_breaks_its_contract_is_found(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = finished(ledger, policy(0))
+    source = CheckedSource(Scripted(good), ledger)
+    source.begin(policy(0), 0)
+    assert await source.take(0) == [good]
+    with pytest.raises(AssertionError, match="a lease is taken once"):
+        await source.take(1)
+    with pytest.raises(AssertionError, match="a source runs until it is cancelled"):
+        await source.run()
+    with pytest.raises(AssertionError, match="a source begins once"):
+        source.begin(policy(0), 0)
+    late = finished(ledger, policy(1))
+    with pytest.raises(AssertionError, match="a group names the version that sampled its episodes"):
+        await CheckedSource(Scripted(late), ledger).take(0)
+    ledger.train([good.lease, late.lease], 1)
+    with pytest.raises(AssertionError, match="leases of taken groups are finished; of 1 0 are"):
+        await CheckedSource(Scripted(good), ledger).take(0)
+    scripted = Scripted()
+    scripted.versions = {"someone's"}
+    source = CheckedSource(scripted, ledger)
+    source.begin(policy(0), 0)
+    with pytest.raises(AssertionError, match="published versions alone, not someone's"):
+        source.versions_in_use()
+    monkeypatch.setattr(testing, "DRAIN_SECONDS", 0.05)
+    source.drain()
+    with pytest.raises(AssertionError, match="lets `take` return"):
+        await source.take(0)

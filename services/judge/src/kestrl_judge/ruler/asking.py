@@ -20,6 +20,7 @@ from kestrl_judge.ruler.journal import Graded, Journal
 from kestrl_judge.ruler.prompt import Prompt, digest
 from kestrl_judge.ruler.reply import Grade, Malformed
 from kestrl_judge.ruler.shortening import TooLarge
+from kestrl_judge.scoring import JudgeStopped
 
 log = logging.getLogger(__name__)
 REPAIR = "Your reply cannot be used: {error}. Reply again with one JSON object only, with {wanted}."
@@ -76,8 +77,10 @@ class Asker:
         self._budget.spent = journal.spent
         self._running: dict[str, asyncio.Task[Graded]] = {}
         """Requests by content. A caller that gives up does not cancel one: its answer is paid for and will be used."""
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         for task in self._running.values():
             task.cancel()
         if self._running:
@@ -94,6 +97,7 @@ class Asker:
 
         Raises:
             NoScores: No judge gave valid grades; the reason is the first judge's.
+            JudgeStopped: It was closed.
         """
         failures: list[NoScores] = []
         for client in self._clients:
@@ -144,6 +148,8 @@ class Asker:
             self.counts.calls[client.judge.model, "cached"] += 1
             entry |= {"cached": True, "content": known.content}
             return known
+        if self._closed:
+            raise JudgeStopped(client.judge.model)
         task = self._running.get(key)
         if task is None:
             task = asyncio.create_task(self._graded(client, prompt, options, key), name=f"judge-{key[:12]}")
@@ -153,6 +159,11 @@ class Asker:
         started = time.monotonic()
         try:
             graded = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise JudgeStopped(client.judge.model) from None  # `close` cancelled the request
         except NoScores as error:
             entry |= {"error": f"{error.reason}: {error}", "seconds": time.monotonic() - started}
             raise

@@ -17,7 +17,7 @@ from kestrl_judge.ruler.client import NoScores, Reason
 from kestrl_judge.ruler.journal import Journal
 from kestrl_judge.ruler.prompt import build
 from kestrl_judge.ruler.trajectories import Comparison, compare
-from kestrl_judge.scoring import Gate, ScoredGroup
+from kestrl_judge.scoring import Gate, JudgeStopped, ScoredGroup
 
 log = logging.getLogger(__name__)
 NAME = "ruler"
@@ -68,6 +68,8 @@ class RulerScorer:
             self.counts.unscored[error.reason] += 1
             failure = unscored(error)
             return ScoredGroup({episode.id: failure for episode in group.episodes}, details={"calls": calls})
+        except JudgeStopped as error:
+            return ScoredGroup({episode.id: error.failure() for episode in group.episodes})
         return _scored(comparison, opinions, calls)
 
     def _skipped(self, group: Group) -> ScoredGroup:
@@ -81,6 +83,7 @@ class RulerScorer:
 
         Raises:
             NoScores: There is none.
+            JudgeStopped: The scorer was closed.
         """
         assert self._asker is not None, "open the scorer first"
         records: list[list[dict[str, Any]]] = [[] for _ in range(self._ruler.permutations)]

@@ -537,6 +537,8 @@ OTHERS: dict[str, Any] = {
     "operator.resources.requests": {"cpu": 1},
     "operator.resources.limits": {"cpu": 1},
     "operator.priorityClassName": "high",
+    "jobs.podDefaults.tolerations": [{"operator": "Exists"}],
+    "jobs.podDefaults.env": [{"name": "A", "value": "b"}],
     "operator.tolerations": [{"operator": "Exists"}],
     "operator.affinity": {"nodeAffinity": {}},
     "operator.topologySpreadConstraints": [],

@@ -98,7 +98,7 @@ class Stuck(Lengths):
         return ScoredGroup(self.verdicts(group))
 
 
-class Deaf(Lengths):
+class Unresponsive(Lengths):
     """Raises what it should return when it is closed."""
 
     async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
@@ -120,7 +120,7 @@ async def test_a_scorer_of_ones_own_conforms(group: Callable[..., Group]) -> Non
         (Codeless, "a failure has a code"),
         (Endless, "a score is finite"),
         (Mixing, "every episode of the group has a verdict"),
-        (Deaf, "closed"),
+        (Unresponsive, "closed"),
         (lambda: Lengths(name=""), "a component has a name"),
         (lambda: Lengths(weight=float("nan")), "the weight of a component is finite"),
         (lambda: Lengths(gate=Gate("lengths", 1.0)), "not its own gate"),

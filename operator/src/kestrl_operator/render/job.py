@@ -17,6 +17,7 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.patching import PodPatch, patched
+from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
     Object,
     account,
@@ -250,10 +251,11 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
         learner_grace=ceil(given.job.spec.learner.termination_grace),
     )
+    defaulted = with_pod_defaults(pods, given.cluster.pod_defaults)
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],
         "selector": {"matchLabels": selector},
-        "template": within_limits(patched(pods, _patches(given.job, role))),
+        "template": within_limits(patched(defaulted, _patches(given.job, role))),
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from kestrl.errors import UserInputError
+from kestrl_operator.state.cluster import RESERVED_PREFIXES
 
 Object = dict[str, Any]
 MERGE_KEYS: Mapping[str, str] = {
@@ -31,7 +32,6 @@ RESERVED_FIELDS = (
 )
 """Fields that jobs must not change: with another service account, for example, a pod would get the rights of that
 account."""
-RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
 STEP = re.compile(r"\.?([A-Za-z]+)|\[([^\[\]]+)\]")
 """A step of a path: a field, or an item by its name."""
 PATCHABLE_METADATA = ("labels", "annotations")

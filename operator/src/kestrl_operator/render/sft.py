@@ -15,6 +15,7 @@ from kestrl._shared.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl.errors import UserInputError
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
+from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
     CONTAINER_SECURITY,
     POD_SECURITY,
@@ -189,10 +190,13 @@ def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
         },
         # No second pod writes into the storage before the first has ended.
         "podReplacementPolicy": "Failed",
-        "template": {
-            "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
-            "spec": _pod(given, profile),
-        },
+        "template": with_pod_defaults(
+            {
+                "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
+                "spec": _pod(given, profile),
+            },
+            given.cluster.pod_defaults,
+        ),
     }
 
 

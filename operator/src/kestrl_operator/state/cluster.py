@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlparse
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from kestrl._shared.plan.components import Role
@@ -75,14 +75,59 @@ class ApiServer(_Values):
     """Ports of its Service, and of its endpoints."""
 
 
+ContainerName = Literal["engine", "inference", "rollout", "tools", "judge", "learner", "prepare"]
+"""Containers of a job's pods; those of an SFTJob are `learner` and `prepare`."""
+RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
+"""Prefixes of the labels and annotations by which the operator knows its objects."""
+
+
+class Variable(_Values):
+    """An environment variable of containers: a `value`, or `valueFrom` as in a pod."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+    value: str | None = None
+    value_from: Mapping[str, Any] | None = None
+    containers: tuple[ContainerName, ...] = ()
+    """Containers that get it; empty for all."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.value is None) is (self.value_from is None):
+            raise ValueError("give either value or valueFrom")
+        return self
+
+    def as_kubernetes(self) -> dict[str, Any]:
+        """The variable as a container has it."""
+        source = {"value": self.value} if self.value_from is None else {"valueFrom": dict(self.value_from)}
+        return {"name": self.name, **source}
+
+
+class PodDefaults(_Values):
+    """What the pods of every job have in addition to their own."""
+
+    labels: Mapping[str, str] = {}
+    annotations: Mapping[str, str] = {}
+    node_selector: Mapping[str, str] = {}
+    tolerations: tuple[Mapping[str, Any], ...] = ()
+    priority_class_name: str | None = None
+    env: tuple[Variable, ...] = ()
+
+    @field_validator("labels", "annotations")
+    @classmethod
+    def _are_not_the_operators(cls, entries: Mapping[str, str]) -> Mapping[str, str]:
+        for name in entries:
+            if name.startswith(RESERVED_PREFIXES):
+                raise ValueError(f"{name} belongs to the operator; use another prefix")
+        return entries
+
+
 class Cluster(_Values):
     """The chart's values that apply to jobs."""
 
     images: Images
     storage: DefaultStorage = DefaultStorage()
-    resources: Mapping[
-        Literal["engine", "inference", "rollout", "tools", "judge", "learner", "prepare"], Mapping[str, Any]
-    ] = {}
+    pod_defaults: PodDefaults = PodDefaults()
+    resources: Mapping[ContainerName, Mapping[str, Any]] = {}
     """Requests and limits of each container, without devices, in place of the defaults; a job's `patches` override
     them."""
     accelerators: Mapping[str, Any] = {}

@@ -501,6 +501,63 @@ def test_the_administrators_choices_are_in_the_pods() -> None:
     assert of_kind(objects, "NetworkPolicy") == {}
 
 
+POD_DEFAULTS: dict[str, Any] = {
+    "labels": {"team": "rl"},
+    "annotations": {"sidecar.istio.io/inject": "false"},
+    "nodeSelector": {"zone": "a", "pool": "any"},
+    "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+    "priorityClassName": "research",
+    "env": [
+        {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
+        {"name": "HOME", "value": "/elsewhere"},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "t"}}, "containers": ["prepare"]},
+    ],
+}
+
+
+def test_pod_defaults_are_in_the_pods_of_every_job_and_replace_nothing_of_their_own() -> None:
+    values = {"podDefaults": POD_DEFAULTS, "accelerators": {"nvidia": {"nodeSelector": {"pool": "a100"}}}}
+    plain, objects = rendered(*NVIDIA), rendered(*NVIDIA, values=values)
+    for name, workload in workloads(objects).items():
+        template, before = workload["spec"]["template"], workloads(plain)[name]["spec"]["template"]
+        assert template["metadata"]["labels"] == {"team": "rl", **before["metadata"]["labels"]}
+        assert template["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
+        assert workload["spec"]["selector"] == workloads(plain)[name]["spec"]["selector"]
+        spec = template["spec"]
+        assert spec["priorityClassName"] == "research"
+        assert spec["tolerations"][-1] == {"key": "dedicated", "operator": "Exists"}
+        assert spec["nodeSelector"]["zone"] == "a"
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            variables = {entry["name"]: entry for entry in container["env"]}
+            assert len(variables) == len(container["env"])
+            assert variables["HTTPS_PROXY"]["value"] == "http://proxy:3128"
+            assert variables["HOME"]["value"] != "/elsewhere"
+            assert ("HF_TOKEN" in variables) is (container["name"] == "prepare")
+    assert pod(objects, "inference")["nodeSelector"]["pool"] == "a100"
+    assert [item["key"] for item in pod(objects, "inference")["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
+
+
+def test_a_patch_of_a_job_comes_after_the_pod_defaults() -> None:
+    patch = "patches=[{role: judge, template: {spec: {priorityClassName: urgent}}}]"
+    objects = rendered(patch, values={"podDefaults": POD_DEFAULTS})
+    assert pod(objects, "judge")["priorityClassName"] == "urgent"
+    assert pod(objects, "rollout")["priorityClassName"] == "research"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "problem"),
+    [
+        ({"labels": {"kestrl.dev/job": "x"}}, r"podDefaults.labels: .*kestrl.dev/job belongs to the operator"),
+        ({"env": [{"name": "A"}]}, r"podDefaults.env.0: .*give either value or valueFrom"),
+        ({"env": [{"name": "A", "value": "1", "containers": ["all"]}]}, r"podDefaults.env.0.containers.0"),
+        ({"affinity": {}}, r"podDefaults.affinity: Extra inputs"),
+    ],
+)
+def test_invalid_pod_defaults_are_refused_by_field(defaults: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserInputError, match=problem):
+        rendered(values={"podDefaults": defaults})
+
+
 def test_a_profile_of_the_chart_is_rendered_like_a_built_in_one() -> None:
     values = {
         "accelerators": {"mig": {"resource": "nvidia.com/mig-1g.10gb", "image": "cuda", "labels": {"pool": "mig"}}}

@@ -171,3 +171,12 @@ def test_a_job_of_all_parameters_has_no_adapter() -> None:
     assert (found.parameters, found.algorithm.learning_rate) == ("all", 2e-5)
     with pytest.raises(ProblemsError, match=r"spec\.model\.adapter\.rank"):
         sft_rendered(model=model | {"adapter": {"rank": 4}}, training={"parameters": "all"})
+
+
+def test_pod_defaults_are_in_the_pod_of_an_sft_job() -> None:
+    defaults = {"labels": {"team": "rl"}, "priorityClassName": "research", "env": [{"name": "NO_PROXY", "value": "x"}]}
+    template = sft_rendered({"podDefaults": defaults})[-1]["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "rl"
+    assert template["spec"]["priorityClassName"] == "research"
+    for container in (*template["spec"]["initContainers"], *template["spec"]["containers"]):
+        assert {"name": "NO_PROXY", "value": "x"} in container["env"]

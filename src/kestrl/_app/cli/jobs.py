@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
     from kestrl._app.engines import interpreter
-    from kestrl._app.engines.store import in_use
+    from kestrl._app.interpreters.places import in_use
     from kestrl._app.local.rundir import open_run
     from kestrl._app.local.runner import Options, run_job
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.engines.random_adapter import RANK, write_random_adapter
-from kestrl._app.engines.store import VERIFIED, Installed, in_use
+from kestrl._app.engines.store import VERIFIED, Installed
 from kestrl._app.engines.variables import engine_environment
+from kestrl._app.interpreters.places import in_use
 from kestrl._shared import engine_failure, process_guard
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from kestrl._app.engines.builds import Wanted, lock_text, locked_version
 from kestrl._app.engines.resolving import resolve
 from kestrl._app.engines.store import (
-    LOCK,
     RECORD,
     Installed,
     Record,
     fitting,
     installed_engines,
-    locked,
     name_of,
     read_installed,
-    users,
 )
-from kestrl._app.engines.uv import run_uv
+from kestrl._app.interpreters.making import make_environment
+from kestrl._app.interpreters.places import locked, remove_unfinished, users
 from kestrl._shared.spec.inference import is_version
 from kestrl.errors import UserInputError
 
@@ -63,34 +59,18 @@ def install(folder: Path, wanted: Wanted, say: Say, *, free: int = BYTES) -> Ins
         path = folder / name
         if (path / RECORD).exists():
             return read_installed(path)
-        for unfinished in folder.glob(f".making-{name}-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        remove_unfinished(folder, name)
         say(f"installing {wanted.engine} {version} for {wanted.device} in {path}")
-        _make(path, record, lock, handle)
+        make_environment(
+            path,
+            python=sys.executable,
+            requirements=lock,
+            exact=True,
+            record=(RECORD, record.model_dump_json()),
+            purpose=f"{record.engine}=={record.version} cannot be installed",
+            handle=handle,
+        )
         return read_installed(path)
-
-
-def _make(path: Path, record: Record, lock: str, handle: int) -> None:
-    """Makes the environment of a record beside its path, and gives it its name."""
-    made = Path(tempfile.mkdtemp(prefix=f".making-{path.name}-", dir=path.parent))
-    try:
-        purpose = f"{record.engine}=={record.version} cannot be installed"
-        environment = made / "environment"
-        venv = ("venv", "--relocatable", "--no-project", "--python", sys.executable, environment)
-        run_uv(*venv, folder=made, purpose=purpose, keep_open=(handle,))
-        (environment / LOCK).write_text(lock, encoding="utf-8")
-        install = ("pip", "install", "--python", environment / "bin" / "python", "--compile-bytecode")
-        exact = ("--no-deps", "--require-hashes", "--requirements", environment / LOCK)
-        run_uv(*install, *exact, folder=made, purpose=purpose, keep_open=(handle,))
-        (environment / RECORD).write_text(record.model_dump_json(), encoding="utf-8")
-        try:
-            environment.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise UserInputError(f"{path} is there and is no engine of ours; move it away") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _require_space(folder: Path, least: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrl._app.engines.builds import LEFT_OUT, REGISTRY_TORCH, Wanted, requirement
-from kestrl._app.engines.uv import run_uv
+from kestrl._app.interpreters.uv import run_uv
 from kestrl.errors import UserInputError
 
 TORCH = re.compile(r"^Requires-Dist: torch==(\d+(?:\.\d+)+)", re.MULTILINE)

@@ -6,15 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-PYTHON_VARIABLES = frozenset({"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX"})
-"""Variables of the shell's interpreter, which another one does not inherit."""
+from kestrl._app.interpreters.places import without_python
+
 ENGINE_PREFIX = "VLLM_"
 """Prefix of an engine's settings, which come from the job alone: inherited ones could change what it samples."""
-
-
-def without_python(inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a program inherits that works on another interpreter."""
-    return {key: value for key, value in inherited.items() if key not in PYTHON_VARIABLES}
 
 
 def engine_environment(inherited: Mapping[str, str], python: str | None) -> dict[str, str]:

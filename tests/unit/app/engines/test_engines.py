@@ -15,23 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from kestrl._app.engines import builds, uv
+from kestrl._app.engines import builds
 from kestrl._app.engines.builds import LOCKED, Wanted, lock_text, locked_version, requirement, wanted_engine
 from kestrl._app.engines.installing import find_installed, install, remove
 from kestrl._app.engines.interpreter import engine_build, engine_python, installed_engine
 from kestrl._app.engines.resolving import flat_lock, overrides
 from kestrl._app.engines.store import (
-    LOCKS,
     RECORD,
     VERIFIED,
     Record,
     engines_folder,
     fitting,
-    in_use,
     installed_engines,
     name_of,
     read_installed,
 )
+from kestrl._app.interpreters import uv
+from kestrl._app.interpreters.places import LOCKS, in_use
 from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl.errors import UserInputError
 
@@ -216,7 +216,8 @@ def test_a_failed_installation_leaves_nothing(
 @pytest.mark.parametrize("step", ["venv", "pip"])
 def test_a_killed_installation_leaves_nothing_that_looks_whole(calls: Path, folder: Path, step: str) -> None:
     code = (
-        "import sys; from pathlib import Path; from kestrl._app.engines import uv, installing, builds; "
+        "import sys; from pathlib import Path; from kestrl._app.engines import installing, builds; "
+        "from kestrl._app.interpreters import uv; "
         f"uv.uv_program = lambda: {str(calls.parent / 'uv')!r}; "
         "installing.install(Path(sys.argv[1]), builds.wanted_engine('vllm', 'cpu'), print, free=0)"
     )
@@ -233,7 +234,7 @@ def test_a_killed_installation_leaves_nothing_that_looks_whole(calls: Path, fold
 def test_a_folder_of_that_name_without_an_engine_is_left_alone(calls: Path, folder: Path) -> None:
     (folder / "vllm-0.32.0-cpu").mkdir(parents=True)
     (folder / "vllm-0.32.0-cpu" / "mine").touch()
-    with pytest.raises(UserInputError, match="is there and is no engine of ours; move it away"):
+    with pytest.raises(UserInputError, match="is there and is none of ours; move it away"):
         install(folder, CPU, lambda _line: None, free=0)
     assert (folder / "vllm-0.32.0-cpu" / "mine").exists()
     assert calls.exists()

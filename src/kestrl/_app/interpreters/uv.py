@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from kestrl._app.engines.variables import without_python
+from kestrl._app.interpreters.places import without_python
 from kestrl.errors import UserInputError
 
 LAST_LINES = 4
@@ -29,7 +29,7 @@ def uv_program() -> str:
     except (ImportError, FileNotFoundError):
         program = shutil.which("uv")
     if program is None:
-        raise UserInputError("uv is missing, which makes environments of engines: pip install uv")
+        raise UserInputError("uv is missing, which makes environments of Python: pip install uv")
     return program
 
 

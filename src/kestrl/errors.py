@@ -29,6 +29,8 @@ class Boundary(StrEnum):
     """The network, the disk, the database, or a deadline of the platform."""
     USER_CODE = "user_code"
     """A user's agent or reward raised, or could not be imported."""
+    ENVIRONMENT = "environment"
+    """The job's environment raised, died, or ran past its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

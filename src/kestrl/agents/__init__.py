@@ -6,9 +6,10 @@ conversation). Nothing needs to be subclassed. The built-in `tool_agent` in full
 
     async def run(self, conversation: Conversation) -> None:
         while reply := await conversation.generate():
-            if not reply.calls:
+            if reply.calls:
+                await conversation.call_tools(reply.calls)
+            elif not await conversation.act(reply.content):
                 return
-            await conversation.call_tools(reply.calls)
 
 A loop may return the episode's reward, a finite number or a `Score`: it is recorded as `Episode.loop_reward`, and the
 rule `loop_reward` makes it a component of the reward.
@@ -227,6 +228,18 @@ class Conversation(Protocol):
         Raises:
             KestrlError: A tool failed or a deadline passed. Mistakes of the model are not raised but returned to it as
                 results.
+        """
+        ...
+
+    async def act(self, text: str) -> bool:
+        """Gives the job's environment a turn of the model as its action, and appends what it shows as a user message;
+        a wrong action is answered with how to fix it.
+
+        Returns:
+            Whether the episode goes on: False at its end, and where no environment takes turns.
+
+        Raises:
+            KestrlError: The environment failed or a deadline passed.
         """
         ...
 

@@ -137,12 +137,13 @@ class _VerlRow(BaseModel):
         return {} if value is None else value
 
 
-def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
+def scenario(columns: Mapping[str, Json], ordinal: int, *, promptless: bool = False) -> Scenario:
     """Converts a row to a scenario.
 
     Args:
         columns: JSON values by column.
         ordinal: Position in the data set, from 0.
+        promptless: Whether a plain row may have no prompt, since the environment gives it.
 
     Raises:
         BadRow: Fields are missing, of a wrong type, or not supported.
@@ -153,7 +154,7 @@ def scenario(columns: Mapping[str, Json], ordinal: int) -> Scenario:
     try:
         if "reward_model" in columns or "data_source" in columns:
             return _from_verl(_VerlRow.model_validate(columns), ordinal)
-        return _from_plain(_PlainRow.model_validate(columns), ordinal)
+        return _from_plain(_PlainRow.model_validate(columns), ordinal, promptless=promptless)
     except ValidationError as error:
         raise BadRow([_problem(item) for item in error.errors()]) from error
 
@@ -163,15 +164,16 @@ def _problem(item: Mapping[str, Any]) -> str:
     return f"{'.'.join(where) or 'row'}: {str(item['msg']).removeprefix('Value error, ')}"
 
 
-def _from_plain(row: _PlainRow, ordinal: int) -> Scenario:
+def _from_plain(row: _PlainRow, ordinal: int, *, promptless: bool) -> Scenario:
     columns = row.model_extra or {}
     misspelt = list(_misspelt(columns, _PlainRow))
     if misspelt:
         raise BadRow(misspelt)
-    if (row.prompt is None) == (row.question is None):
+    given = 2 - [row.prompt, row.question].count(None)
+    if given != 1 and not (promptless and given == 0):
         raise BadRow(["prompt: give either `prompt` or `question`, and one of them only"])
     asked = row.question if row.question is not None else row.prompt
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(asked or ())
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(asked) if asked else []
     by_name = row.tools if isinstance(row.tools, dict) else {}
     return Scenario(
         id=f"row-{ordinal}" if row.id is None else str(row.id),

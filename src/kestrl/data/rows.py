@@ -35,14 +35,14 @@ class DataRow(NamedTuple):
         return f"{self.path}:{self.line}"
 
 
-def _read_row(path: Path, line: int, raw: object, ordinal: int) -> DataRow:
+def _read_row(path: Path, line: int, raw: object, ordinal: int, *, promptless: bool) -> DataRow:
     """Converts one row; raises BadRow."""
     if not is_mapping(raw):
         raise BadRow([f"row: must be an object, is {type(raw).__name__}"])
     columns, problems = columns_as_json({str(name): value for name, value in raw.items()})
     if problems:
         raise BadRow(problems)
-    return DataRow(path, line, scenario(columns, ordinal))
+    return DataRow(path, line, scenario(columns, ordinal, promptless=promptless))
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -98,12 +98,13 @@ def _names_itself(raw: object) -> bool:
     return is_mapping(raw) and raw.get("id") is not None
 
 
-def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
+def read_rows(path: Path, *, size: int | None = None, promptless: bool = False) -> list[DataRow]:
     """Reads a data set; ordinals count from 0 in file order.
 
     Args:
         path: `.jsonl` (one JSON object a line) or `.parquet`.
         size: Rows used; None uses all.
+        promptless: Whether rows may have no prompt, since the environment gives it.
 
     Raises:
         UserInputError: The file or a row is invalid; one line for each problem, up to 20, with file, line
@@ -116,7 +117,7 @@ def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
         if size is not None and len(rows) >= size:
             break
         try:
-            row = _read_row(path, number, raw, len(rows))
+            row = _read_row(path, number, raw, len(rows), promptless=promptless)
         except BadRow as error:
             problems += [f"{path}:{number}: {problem}" for problem in error.problems]
             if len(problems) >= MAX_PROBLEMS:
@@ -140,6 +141,6 @@ def read_rows(path: Path, *, size: int | None = None) -> list[DataRow]:
     return rows
 
 
-def load_scenarios(path: Path, *, size: int | None = None) -> list[Scenario]:
+def load_scenarios(path: Path, *, size: int | None = None, promptless: bool = False) -> list[Scenario]:
     """The scenarios of a data set, as `read_rows` reads it."""
-    return [row.scenario for row in read_rows(path, size=size)]
+    return [row.scenario for row in read_rows(path, size=size, promptless=promptless)]

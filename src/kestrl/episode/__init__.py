@@ -83,6 +83,8 @@ RESERVED_METRICS = frozenset(
 
 PROMPT_TOO_LONG = "prompt_too_long"
 """Failure code of an episode whose prompt does not fit the context; the row is skipped and counted."""
+ACT = "act"
+"""Method of an adapter of environments that takes the turns of the model that call no tool."""
 ENVIRONMENT_REWARD = "get_reward"
 """Method that returns an environment's own reward, named so by TRL, and the reward's key in the environment's state."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kestrl.episode import ENVIRONMENT_REWARD, CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
@@ -155,11 +155,15 @@ def loop_reward(attempt: Attempt) -> Score:
     return Score(value=attempt.episode.loop_reward)
 
 
-def environment_reward(attempt: Attempt) -> Score:
-    """Sum of what `get_reward()` of the episode's environments returned.
+def environment_reward(attempt: Attempt, *, weights: Mapping[str, float] | None = None) -> Score:
+    """Sum of what `get_reward()` of the episode's environments returned; parts are metrics, `reward.NAME`.
+
+    Args:
+        attempt: The finished episode.
+        weights: Weight of each part of a reward with several; 1 for those that are not here.
 
     Raises:
-        ValueError: None of them has a reward.
+        ValueError: None of them has a reward, or there is no such part.
     """
     states = attempt.episode.environments.values()
     rewards = [state[ENVIRONMENT_REWARD] for state in states if is_mapping(state) and ENVIRONMENT_REWARD in state]
@@ -168,7 +172,16 @@ def environment_reward(attempt: Attempt) -> Score:
             "no environment of this episode has a reward; give one of the row's environments a method "
             f"{ENVIRONMENT_REWARD}() that returns a number"
         )
-    return Score(value=math.fsum(rewards))
+    parts: dict[str, float] = {}
+    for reward in rewards:
+        for name, value in reward.items() if is_mapping(reward) else (("", reward),):
+            parts[name] = parts.get(name, 0.0) + float(value)
+    unknown = sorted(set(weights or {}) - set(parts))
+    if unknown:
+        known = ", ".join(filter(None, parts)) or "none"
+        raise ValueError(f"weights: the environment's reward has no part {', '.join(unknown)} (it has: {known})")
+    total = math.fsum((weights or {}).get(name, 1.0) * value for name, value in parts.items())
+    return Score(value=total, metrics={f"reward.{name}": value for name, value in parts.items() if name})
 
 
 def overlong(attempt: Attempt, *, max_tokens: int, buffer: int) -> Score:

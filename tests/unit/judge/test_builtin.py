@@ -267,3 +267,12 @@ def test_the_reward_of_environments_is_their_sum() -> None:
     assert environment_reward(make_attempt("", environments=environments)).value == 1.5
     with pytest.raises(ValueError, match="no environment of this episode has a reward"):
         environment_reward(make_attempt("", environments={"D": {}}))
+
+
+def test_the_parts_of_an_environments_reward_keep_their_names_and_weights() -> None:
+    attempt = make_attempt("done", environments={"environment": {"get_reward": {"done": 1.0, "said": 2.0}}})
+    whole = environment_reward(attempt)
+    assert (whole.value, whole.metrics) == (3.0, {"reward.done": 1.0, "reward.said": 2.0})
+    assert environment_reward(attempt, weights={"said": 0.25}).value == 1.5
+    with pytest.raises(ValueError, match=r"has no part sayd \(it has: done, said\)"):
+        environment_reward(attempt, weights={"sayd": 1.0})

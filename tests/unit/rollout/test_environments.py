@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from kestrl.episode import CallOutcome
+from kestrl.api.tools.v1.tools_pb2 import CallResponse
+from kestrl.episode import CallOutcome, Scenario, StopReason
 from kestrl.errors import Boundary, ToolFailure
 
 STATE = {"Shop": {"basket": {"lamp": 2}}}
@@ -106,3 +109,75 @@ async def test_an_environment_that_cannot_begin_fails_the_episode(stage: Any) ->
     assert (episode.failure.boundary, episode.failure.code) == (Boundary.TOOL, "tool_result_invalid")
     assert (episode.reward, stage.judge.requests) == (None, [])
     assert await stage.closed() == ["g-1/0"]
+
+
+def as_job_environment(stage: Any, *, turns: bool) -> None:
+    """Makes the tools of the stage those of the job's environment; `answer` takes the model's turns."""
+    for schema in stage.tools.schemas:
+        schema.environment, schema.of_environment, schema.has_prompt, schema.has_state = "environment", *[True] * 3
+        schema.acts = turns and schema.name == "answer"
+    stage.tools.states = {"environment": {"get_reward": 1.0}}
+
+
+async def test_turns_without_calls_are_actions_until_the_environment_ends_the_episode(stage: Any) -> None:
+    as_job_environment(stage, turns=True)
+    answers = [
+        CallResponse(outcome="tool_error", text="Say a number."),
+        CallResponse(outcome="ok", text="go on"),
+        CallResponse(outcome="ok", text="", final=True),
+    ]
+    stage.tools.handlers["answer"] = lambda *_: answers.pop(0)
+    stage.says("two", "2", "1", "never asked for")
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert [json.loads(call.arguments_json) for call in stage.tools.calls] == [
+        {"text": said} for said in ("two", "2", "1")
+    ]
+    said = [(message["role"], message["content"]) for message in episode.messages]
+    assert said[1:] == [
+        ("assistant", "two"), ("user", "Say a number."), ("assistant", "2"), ("user", "go on"), ("assistant", "1")
+    ]  # fmt: skip
+    assert (episode.stop_reason, episode.metrics["invalid_actions"]) == (StopReason.ANSWERED, 1.0)
+    assert episode.environments == stage.tools.states
+    first = stage.chat_model.vocabulary.decode(list(stage.engine.prompts[0].token_ids))
+    assert "search" in first
+    assert "Ends." not in first  # the action is not offered as a tool
+    assert await stage.closed() == ["g-1/0"]
+
+
+async def test_it_is_reset_with_the_columns_of_the_row_and_gives_the_prompt(stage: Any) -> None:
+    as_job_environment(stage, turns=True)
+    stage.tools.prompt = "What is 1 + 1?"
+    stage.tools.handlers["answer"] = lambda *_: CallResponse(outcome="ok", final=True)
+    stage.says("2")
+    row = Scenario(id="r", ordinal=0, messages=[], tools=["answer"], metadata={"index": 3}, ground_truth="2")
+    episode = await stage.episode(scenario=row)
+    assert episode.failure is None
+    assert episode.messages[0] == {"role": "user", "content": "What is 1 + 1?"}
+    (opening,) = stage.tools.opened.values()
+    assert json.loads(opening.tools_kwargs_json) == {
+        "environment": {"create_kwargs": {"index": 3, "ground_truth": "2"}}
+    }
+    assert set(opening.tools) == {"search", "answer"}
+
+
+async def test_a_row_to_which_nothing_gives_a_prompt_fails(stage: Any) -> None:
+    as_job_environment(stage, turns=True)
+    episode = await stage.episode(scenario=Scenario(id="r", ordinal=0, messages=[]))
+    assert episode.failure is not None
+    assert episode.failure.code == "no_prompt"
+
+
+async def test_an_environment_that_does_not_answer_is_its_own_failure(stage: Any) -> None:
+    as_job_environment(stage, turns=True)
+    never = asyncio.Event()
+
+    async def hang(_: Any) -> CallResponse:
+        await never.wait()
+        raise AssertionError
+
+    stage.tools.handlers["answer"] = hang
+    stage.says("2")
+    episode = await stage.episode(deadlines={"tool": 0.5})
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.reward) == (Boundary.ENVIRONMENT, None)

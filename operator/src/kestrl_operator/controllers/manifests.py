@@ -54,6 +54,7 @@ class Manifests:
         self._check_builds(job)
         self._check_ranks(job)
         _check_interpreter(job)
+        _check_environment(job)
         for role in (Role.LEARNER, Role.ROLLOUT):
             check_addresses(preparation(job, role))
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
@@ -191,6 +192,15 @@ def _check_interpreter(job: AgentRLJob) -> None:
         raise UserInputError(
             f"spec.inference.python: {python} is relative to the manifest, which pods do not have; name the absolute "
             "path of an interpreter in the engine's image, or remove the field"
+        )
+
+
+def _check_environment(job: AgentRLJob) -> None:
+    """Checks that the job has no environment of its own interpreter; raises `UserInputError`."""
+    if job.spec.environment is not None:
+        raise UserInputError(
+            "spec.environment: runs on one machine alone (kestrl run); on a cluster an environment has no pods. Remove "
+            "it, or offer its class under spec.tools, in the image of the tool service"
         )
 
 

@@ -59,7 +59,7 @@ def check(settings: RewardsCheck) -> dict[str, Any]:
 
 def _first_row(settings: RewardsCheck) -> DataRow | None:
     for file in settings.data.values():
-        for row in islice(read_rows(Path(file.path), size=file.size), 1):
+        for row in islice(read_rows(Path(file.path), size=file.size, promptless=file.promptless), 1):
             return row
     return None
 

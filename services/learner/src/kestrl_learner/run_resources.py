@@ -55,9 +55,12 @@ class RunResources:
         """
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
         self.episodes = ObjectEpisodeStore(store)
-        self.scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
+        data, validation = settings.data, settings.validation
+        self.scenarios = load_scenarios(Path(data.path), size=data.size, promptless=data.promptless)
         self.validation: Sequence[Scenario] = (
-            load_scenarios(Path(settings.validation.path), size=settings.validation.size) if settings.validation else ()
+            ()
+            if validation is None
+            else load_scenarios(Path(validation.path), size=validation.size, promptless=validation.promptless)
         )
         self.steps = total_steps(
             len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps

@@ -328,7 +328,7 @@ async def work(settings: ServiceSettings) -> None:
     if not key:
         raise UserInputError(f"{settings.endpoint.key_variable} is not set")
     header_value(key, settings.endpoint.key_variable)
-    scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size)
+    scenarios = load_scenarios(Path(settings.data.path), size=settings.data.size, promptless=settings.data.promptless)
     endpoint = settings.endpoint
     began = time.monotonic()
     async with (

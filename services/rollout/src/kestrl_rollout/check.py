@@ -76,6 +76,7 @@ class RowCheck:
         names = tuple(name for name in expanded(wanted, self._environments) if name in self._tools)
         toolset = self._toolset(names)
         messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        messages = messages or [Message(role="user", text="")]  # the environment gives it, in text not known here
         start = (tuple(message.role for message in messages), names, loop.name)
         if start not in self.seen.starts:
             self.seen.starts.add(start)
@@ -126,7 +127,8 @@ def check(settings: RolloutCheck) -> dict[str, Any]:
             environments.setdefault(tool["environment"], []).append(tool["name"])
     rows = RowCheck(chat_model.chat, loops, tools, environments, rollout.context_length)
     overlong = {
-        name: list(rows.overlong(read_rows(Path(file.path), size=file.size))) for name, file in settings.data.items()
+        name: list(rows.overlong(read_rows(Path(file.path), size=file.size, promptless=file.promptless)))
+        for name, file in settings.data.items()
     }
     if rows.seen.problems:
         raise UserInputError("\n".join(rows.seen.problems))

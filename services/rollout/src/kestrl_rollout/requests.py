@@ -83,8 +83,6 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     _check_sampling(sampling, message.purpose)
     if not 0 < deadlines.tool < deadlines.turn < deadlines.episode < deadlines.group:
         raise _refuse("deadlines", f"must nest: 0 < tool < turn < episode < group, not {deadlines}")
-    if not scenario.messages:
-        raise _refuse("scenario.messages", "is empty")
     for index, said in enumerate(scenario.messages):
         if said["role"] not in ROLES:
             raise _refuse(f"scenario.messages[{index}].role", f"is {said['role']!r}, not one of {sorted(ROLES)}")

@@ -11,6 +11,7 @@ from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, UserInputError, text_of
 from kestrl.tools import SandboxInUse, ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
+from kestrl_tools.environments.provider import EnvironmentProvider
 from kestrl_tools.execution import guarded
 from kestrl_tools.http.provider import HttpProvider
 from kestrl_tools.process.provider import ProcessProvider
@@ -55,6 +56,8 @@ def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: s
         return RedactedProvider(McpProvider(entry, entry.mcp, folder, redactor_of(entry)), redactor_of(entry))
     if entry.http is not None:
         return RedactedProvider(HttpProvider(entry, entry.http, folder), redactor_of(entry))
+    if entry.environment is not None:
+        return EnvironmentProvider(entry, entry.environment, field, folder)
     if entry.process is not None:
         return ProcessProvider(entry, field, folder)
     return python_provider(entry, field, threads)
@@ -81,7 +84,7 @@ async def load_tools(
     tools: dict[str, Tool] = {}
     taken_names: set[str] = set()
     problems: list[str] = []
-    places = fields or [f"spec.tools[{index}]" for index in range(len(entries))]
+    places = fields or [field_of(index, entry) for index, entry in enumerate(entries)]
     providers: list[ToolProvider] = []
     try:
         for entry, field in zip(entries, places, strict=True):
@@ -105,12 +108,20 @@ async def load_tools(
     return tools
 
 
+def field_of(index: int, entry: ToolEntry) -> str:
+    """Place of an entry in the manifest."""
+    return "spec.environment" if entry.environment is not None else f"spec.tools[{index}]"
+
+
 async def _listed(provider: ToolProvider, field: str) -> Sequence[ToolDefinition]:
+    seconds = LIST_SECONDS
+    if isinstance(provider, EnvironmentProvider):
+        seconds += provider.start_seconds
     try:
-        async with asyncio.timeout(LIST_SECONDS):
+        async with asyncio.timeout(seconds):
             found = await provider.list_tools()
     except TimeoutError:
-        raise UserInputError(f"{field}: {provider.name}: did not list its tools within {LIST_SECONDS:g} s") from None
+        raise UserInputError(f"{field}: {provider.name}: did not list its tools within {seconds:g} s") from None
     except UserInputError as error:
         raise UserInputError(f"{field}.{error}") from error
     except KestrlError as error:

@@ -20,11 +20,12 @@ from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import KestrlError, ToolFailure
-from kestrl_tools.catalogue import Tool
-from kestrl_tools.lifecycle import loaded
+from kestrl_tools.catalogue import Tool, field_of, providers_of
+from kestrl_tools.environments.provider import EnvironmentProvider, is_environment, takes_turns
+from kestrl_tools.lifecycle import loaded, start
 from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import PythonProvider
-from kestrl_tools.rows import check_row
+from kestrl_tools.rows import check_row, row_kwargs
 from kestrl_tools.sessions import Opening, Sessions
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -48,10 +49,12 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
     folder = next(iter(settings.tools.python_path), None)
     entries = list(enumerate(settings.tools.tools))
     away = {index: place for index, entry in entries if (place := await asyncio.to_thread(unresolved, entry))}
-    fields = [f"spec.tools[{index}]" for index, _ in entries if index not in away]
+    fields = [field_of(index, entry) for index, entry in entries if index not in away]
     present = [entry for index, entry in entries if index not in away]
     threads = ToolThreads()
     async with loaded(present, threads, folder=folder, fields=fields) as tools:
+        for provider in filter(is_environment, providers_of(tools)):
+            await start(provider)
         sessions = Sessions(tools, threads, call_seconds=settings.tools.call_seconds, max_sessions=1)
         trials = [trial async for trial in _trials(tools, sessions, settings.data)]
         return {
@@ -89,18 +92,23 @@ async def _trials(
         row = next(_offering(name, names, data), None)
         if row is None:
             continue
-        kwargs = {key: value for key, value in row.scenario.tools_kwargs.items() if key in (name, *names)}
+        kwargs = {key: each for key, each in row_kwargs(tools, row.scenario).items() if key in (name, *names)}
         opening = Opening(episode_id=row.place, tools=names, kwargs=kwargs, lifetime=TRIAL_SECONDS)
         try:
             await sessions.prompt(name, opening)
             await sessions.state(name)
         except ToolFailure as error:
-            if error.code != "tool_kwargs_invalid":  # reported with the row
-                yield Trial(f"spec.tools: {error}", certain=error.code == "tool_result_invalid")
+            if error.code not in ("tool_kwargs_invalid", "kwargs_invalid"):  # reported with the row
+                certain = error.code in ("tool_result_invalid", "result_invalid")
+                yield Trial(f"{_field(tools, names)}: {error}", certain=certain)
         except KestrlError as error:
-            yield Trial(f"spec.tools: {name}: {error} (at {row.place})", certain=False)
+            yield Trial(f"{_field(tools, names)}: {name}: {error} (at {row.place})", certain=False)
         finally:
             await sessions.close(name)
+
+
+def _field(tools: Mapping[str, Tool], names: Sequence[str]) -> str:
+    return "spec.environment" if is_environment(tools[names[0]].provider) else "spec.tools"
 
 
 def _tried(tools: Mapping[str, Tool]) -> dict[str, list[str]]:
@@ -120,13 +128,13 @@ def _rewarded(tools: Mapping[str, Tool]) -> set[str]:
     return {
         provider.name
         for provider in providers
-        if isinstance(provider, PythonProvider | ProcessProvider) and provider.has_reward
+        if isinstance(provider, PythonProvider | ProcessProvider | EnvironmentProvider) and provider.has_reward
     }
 
 
 def _offering(environment: str, names: Sequence[str], data: Mapping[str, DataSettings]) -> Iterator[DataRow]:
     for file in data.values():
-        for row in read_rows(Path(file.path), size=file.size):
+        for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
             if row.scenario.tools is None or not {environment, *names}.isdisjoint(row.scenario.tools):
                 yield row
 
@@ -169,6 +177,7 @@ def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
                 "environment": tool.provider.name if tool.provider.environment else "",
             }
             for tool in tools.values()
+            if not takes_turns(tool.provider, tool.schema.name)
         ],
         "rows": list(islice(_misfits(tools, settings.data), MOST_PROBLEMS)),
     }
@@ -177,9 +186,9 @@ def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
 def _misfits(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> Iterator[tuple[str, str]]:
     """The agent loop of each row that does not fit, and the problem."""
     for file in data.values():
-        for row in read_rows(Path(file.path), size=file.size):
+        for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
             try:
-                check_row(tools, row.scenario.tools, row.scenario.tools_kwargs)
+                check_row(tools, row.scenario.tools, row_kwargs(tools, row.scenario))
             except ToolFailure as error:
                 if error.code != "unknown_tool":  # the command reports names with all names of the job
                     yield row.scenario.agent, f"{row.place}: {error}"

@@ -110,8 +110,18 @@ async def _all_of(work: Awaitable[Any]) -> Any:
 class EnvironmentInstance(PlainInstance):
     """An instance of a class whose methods are tools, with its state, its own reward, or both."""
 
-    def __init__(self, name: str, threads: ToolThreads, *, sync: bool, reads_state: bool, reads_reward: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: ToolThreads,
+        *,
+        sync: bool,
+        reads_state: bool,
+        reads_reward: bool,
+        reads_gold: bool = False,
+    ) -> None:
         super().__init__(name, threads, sync=sync, methods=True)
+        self._reads_gold = reads_gold
         self._reads_state, self._reads_reward = reads_state, reads_reward
         self.prompt = ""
 
@@ -129,7 +139,20 @@ class EnvironmentInstance(PlainInstance):
                 f"{self._name}: state() must return a dict without the key {ENVIRONMENT_REWARD!r}, the reward's own",
                 code="tool_result_invalid",
             )
-        return {**state, ENVIRONMENT_REWARD: _finite(self._name, await self.invoke(ENVIRONMENT_REWARD, {}))}
+        return {**state, ENVIRONMENT_REWARD: _rewards(self._name, await self.invoke(ENVIRONMENT_REWARD, {}))}
+
+    async def gold(self) -> object:
+        """What a perfect player does; None where the class does not say."""
+        return await self.invoke("gold", {}) if self._reads_gold else None
+
+
+def _rewards(environment: str, reward: Any) -> object:
+    """The reward as a float, or each of its parts by name."""
+    if not is_mapping(reward):
+        return _finite(environment, reward)
+    if not reward or not all(isinstance(name, str) for name in reward):
+        raise _no_reward(environment, "a mapping without named parts")
+    return {name: _finite(environment, part) for name, part in reward.items()}
 
 
 def _finite(environment: str, reward: Any) -> float:
@@ -145,7 +168,9 @@ def _finite(environment: str, reward: Any) -> float:
 
 def _no_reward(environment: str, returned: str) -> ToolFailure:
     return ToolFailure(
-        f"{environment}: {ENVIRONMENT_REWARD}() returned {returned}: return a finite number", code="tool_result_invalid"
+        f"{environment}: {ENVIRONMENT_REWARD}() returned {returned}: return a finite number, or one for each part by "
+        "name",
+        code="tool_result_invalid",
     )
 
 

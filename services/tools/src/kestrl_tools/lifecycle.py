@@ -41,10 +41,11 @@ async def start_all(tools: Mapping[str, Tool]) -> None:
         UserInputError: A tool cannot work here; the message names it.
     """
     for provider in providers_of(tools):
-        await _start(provider)
+        await start(provider)
 
 
-async def _start(provider: ToolProvider) -> None:
+async def start(provider: ToolProvider) -> None:
+    """Starts a provider; raises as `start_all` does."""
     name = provider.name
     try:
         await guarded(name, provider.start())

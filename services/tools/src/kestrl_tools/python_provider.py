@@ -6,31 +6,36 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 from kestrl._shared.plan.settings.tools import ClaimEntry, ToolEntry
 from kestrl.compat.verl.imports import load
 from kestrl.compat.verl.tools import VerlTool, adapt_function, is_function_tool, is_verl_tool
-from kestrl.episode import ENVIRONMENT_REWARD
-from kestrl.errors import KestrlError, ToolFailure, UserInputError, encodable
+from kestrl.episode import ACT, ENVIRONMENT_REWARD
+from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.json_schema import SchemaInvalid
 from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import Described, read
+from kestrl_tools.environment_classes import (
+    ADAPTER_HOOKS,
+    HOOKS,
+    SERVICE_HOOKS,
+    check_reset,
+    columns_taken,
+    has_method,
+    prompt_of,
+    public_methods,
+    returns_nothing,
+    takes_turns,
+    tool_methods,
+)
 from kestrl_tools.execution import guarded
 from kestrl_tools.instances import EnvironmentInstance, PlainInstance, VerlInstance, is_async
 from kestrl_tools.servers import secret_header
 from kestrl_tools.tool_threads import ToolThreads
 
-HOOKS = ("reset", "state", ENVIRONMENT_REWARD, "close")
-"""Methods of an environment that are called by the session, not by the model."""
-SERVICE_HOOKS = ("start_service", "stop_service")
-"""Class methods that are called once, when the service starts and when it ends."""
-MAX_PROMPT = 1_000_000
-"""Maximum characters that `reset` adds to a prompt, as of an observation."""
-METHOD_KINDS = (FunctionType, staticmethod, classmethod)
 Hook = Callable[[], Any]
 
 
@@ -48,6 +53,7 @@ class PythonProvider:
         has_state: bool = False,
         has_prompt: bool = False,
         has_reward: bool = False,
+        acts: bool = False,
         start: Hook | None = None,
         stop: Hook | None = None,
     ) -> None:
@@ -62,11 +68,13 @@ class PythonProvider:
             has_state: Whether the instance has a `state()` or a `get_reward()` method.
             has_prompt: Whether its `reset()` may return text for the prompt.
             has_reward: Whether the instance has a `get_reward()` method.
+            acts: Whether its tool `act` takes the model's turns.
             start: Called once when the service starts, with the manifest's `config`.
             stop: Called once when the service ends.
         """
         self.name, self.environment = name, environment
         self.has_state, self.has_prompt, self.has_reward = has_state, has_prompt, has_reward
+        self.acts = acts
         self._tools, self._make, self._check = tools, make, check
         self._start, self._stop = start, stop
         self._started = False
@@ -146,8 +154,10 @@ def _refuse_method(obj: Any, use: str, field: str) -> None:
 def _is_environment(obj: Any, entry: ToolEntry) -> bool:
     if not inspect.isclass(obj):
         return False
+    if entry.environment is not None:
+        return True
     callable_ = any("__call__" in vars(base) for base in obj.__mro__)
-    return entry.methods is not None or (not callable_ and bool(_public_methods(obj)))
+    return entry.methods is not None or (not callable_ and bool(public_methods(obj)))
 
 
 def _function(obj: Any, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
@@ -192,7 +202,7 @@ def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None
         UserInputError: A hook is not a class method.
     """
     for name in SERVICE_HOOKS:
-        if _has(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
+        if has_method(cls, name) and getattr(getattr(cls, name), "__self__", None) is not cls:
             raise UserInputError(f"{cls.__name__}.{name} is called before there is an instance: make it a classmethod")
     start, claim = getattr(cls, "start_service", None), entry.claim
     stop = getattr(cls, "stop_service", None)
@@ -224,43 +234,58 @@ def _warm_pool(claim: ClaimEntry) -> WarmPool:
 
 
 def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
-    names = _methods(cls, entry)
-    resets = _has(cls, "reset")
-    silent = not resets or _returns_nothing(cls)
-    has_reward = _has(cls, ENVIRONMENT_REWARD)
+    acts = takes_turns(cls, entry)
+    names = [name for name in tool_methods(cls, entry) if not (acts and name in ADAPTER_HOOKS)]
+    resets = has_method(cls, "reset")
+    silent = not resets or returns_nothing(cls)
+    has_reward = has_method(cls, ENVIRONMENT_REWARD)
     if resets:
         _bind(cls, entry, whole=True)
     else:
         _bind(cls, entry)
-    used = [*names, *(hook for hook in HOOKS if _has(cls, hook))]
+    hooks = (*HOOKS, *ADAPTER_HOOKS) if acts else HOOKS
+    used = [*names, *(hook for hook in hooks if has_method(cls, hook))]
     sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
 
+    def columns(create_kwargs: Kwargs) -> Kwargs:
+        return create_kwargs if entry.environment is None else columns_taken(cls, create_kwargs)
+
     def check(create_kwargs: Kwargs) -> dict[str, Any]:
-        arguments = _arguments(cls, entry, NO_KWARGS if resets else create_kwargs)
+        of_row = resets or entry.environment is not None
+        arguments = _arguments(cls, entry, NO_KWARGS if of_row else create_kwargs)
         if resets:
-            _check_reset(cls, entry, create_kwargs)
+            check_reset(cls, entry, columns(create_kwargs))
         return arguments
 
     async def make(create_kwargs: Kwargs) -> ProviderSession:
         factory = partial(cls, **check(create_kwargs))
         instance = EnvironmentInstance(
-            entry.name, threads, sync=sync, reads_state=_has(cls, "state"), reads_reward=has_reward
+            entry.name,
+            threads,
+            sync=sync,
+            reads_state=has_method(cls, "state"),
+            reads_reward=has_reward,
+            reads_gold=acts and has_method(cls, "gold"),
         )
         await _made(instance, factory)
         if resets:
-            await _begun(instance, entry, create_kwargs, silent=silent)
+            await _begun(instance, entry, columns(create_kwargs), silent=silent)
         return instance
 
     start, stop = _service_hooks(cls, entry)
     return PythonProvider(
         entry.name,
-        [_definition(read(cls, name, method=name)) for name in names],
+        [
+            *([_definition(read(cls, ACT, method=ACT))] if acts else []),
+            *(_definition(read(cls, name, method=name)) for name in names),
+        ],
         make=make,
         check=check,
         environment=True,
-        has_state=_has(cls, "state") or has_reward,
+        has_state=has_method(cls, "state") or has_reward,
         has_prompt=not silent,
         has_reward=has_reward,
+        acts=acts,
         start=start,
         stop=stop,
     )
@@ -274,40 +299,6 @@ def _definition(described: Described, *, fixed: frozenset[str] = frozenset()) ->
         required=described.required,
         fixed=fixed,
     )
-
-
-def _has(cls: type, name: str) -> bool:
-    return callable(getattr(cls, name, None))
-
-
-def _methods(cls: type, entry: ToolEntry) -> Sequence[str]:
-    """Methods that are tools.
-
-    Raises:
-        UserInputError: A listed name is not a method, or has a special meaning.
-    """
-    if entry.methods is None:
-        return _public_methods(cls)
-    for name in entry.methods:
-        if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
-            raise UserInputError(
-                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} "
-                f"and private ones are not tools"
-            )
-        if not _has(cls, name):
-            raise UserInputError(
-                f"{cls.__name__} has no method {name!r} (it has: {', '.join(_public_methods(cls)) or 'none'})"
-            )
-    return entry.methods
-
-
-def _public_methods(cls: type) -> list[str]:
-    """Public methods except those of base classes from other modules."""
-    found: dict[str, None] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ == cls.__module__:
-            found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
-    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS)]
 
 
 def _arguments(cls: type, entry: ToolEntry, create_kwargs: Kwargs) -> dict[str, Any]:
@@ -330,44 +321,13 @@ async def _made(instance: PlainInstance, factory: Callable[[], Any]) -> PlainIns
     return instance
 
 
-def _check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:
-    try:
-        inspect.signature(cls.reset).bind(object(), **create_kwargs)
-    except TypeError as error:
-        raise kwargs_failure(entry.name, "create_kwargs", f"{cls.__name__}.reset: {error}") from error
-
-
-def _returns_nothing(cls: Any) -> bool:
-    """Whether `reset` is annotated to return None, so that an episode may begin without it."""
-    return inspect.signature(cls.reset).return_annotation in (None, type(None), "None")
-
-
 async def _begun(instance: EnvironmentInstance, entry: ToolEntry, create_kwargs: Kwargs, *, silent: bool) -> None:
     try:
-        instance.prompt = _prompt(entry.name, await instance.invoke("reset", create_kwargs), silent=silent)
+        instance.prompt = prompt_of(entry.name, await instance.invoke("reset", create_kwargs), silent=silent)
     except BaseException:
         with suppress(KestrlError, ToolError):  # logged by `guarded`; the exception of reset() is the one to raise
             await guarded(entry.name, instance.close())
         raise
-
-
-def _prompt(environment: str, returned: object, *, silent: bool) -> str:
-    """The text of `reset` for the prompt.
-
-    Raises:
-        ToolFailure: It is not text, or `reset` is annotated to return None.
-    """
-    if returned is None:
-        return ""
-    if not isinstance(returned, str):
-        problem = f"returned a {type(returned).__name__}: return text, which is appended to the prompt, or None"
-    elif silent:
-        problem = "returned text, but is annotated `-> None`: annotate it `-> str`, and the text ends the prompt"
-    elif len(returned) > MAX_PROMPT:
-        problem = f"returned {len(returned):,} characters; at most {MAX_PROMPT:,} are appended to the prompt"
-    else:
-        return encodable(returned)
-    raise ToolFailure(f"{environment}: reset() {problem}", code="tool_result_invalid")
 
 
 def _verl(cls: type, entry: ToolEntry) -> PythonProvider:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from kestrl._shared.environment_rows import reset_arguments
+from kestrl.episode import Scenario
 from kestrl.errors import ToolFailure
 from kestrl.tools.provider import Kwargs
 from kestrl_tools.catalogue import Tool
+from kestrl_tools.environments.provider import is_environment
 
 
 def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
@@ -41,6 +44,14 @@ def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mappin
                 f"{name}: execute_kwargs belong under the name of a tool, not of its environment",
                 code="tool_kwargs_invalid",
             )
+
+
+def row_kwargs(tools: Mapping[str, Tool], scenario: Scenario) -> Mapping[str, Any]:
+    """What a row sets by name; the environment of the job is reset with its columns, as the worker does."""
+    name = next((tool.provider.name for tool in tools.values() if is_environment(tool.provider)), None)
+    if name is None:
+        return scenario.tools_kwargs
+    return {name: {"create_kwargs": reset_arguments(scenario)}}
 
 
 def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: Mapping[str, Any]) -> None:

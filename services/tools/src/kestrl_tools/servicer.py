@@ -12,6 +12,7 @@ from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
 from kestrl_tools.catalogue import Tool, sandboxes_of, server_digests
+from kestrl_tools.environments.provider import is_environment, takes_turns
 from kestrl_tools.sessions import Opening, Sessions
 
 MAX_ARGUMENTS = 1_000_000
@@ -30,6 +31,8 @@ class ToolServicer(stubs.ToolServiceServicer):
                 environment=tool.provider.name if tool.provider.environment else "",
                 has_state=tool.provider.has_state,
                 has_prompt=tool.provider.has_prompt,
+                of_environment=is_environment(tool.provider),
+                acts=takes_turns(tool.provider, tool.schema.name),
             )
             for tool in tools.values()
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -23,6 +23,7 @@ from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider
 from kestrl_tools.catalogue import Tool, server_digests
+from kestrl_tools.environments.provider import environment_failures, is_environment
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.rows import check_names, given
 from kestrl_tools.tool_threads import ToolThreads
@@ -84,6 +85,9 @@ class Sessions:
         self._threads = threads
         self._call_seconds = call_seconds
         self._max = max_sessions
+        of_environment = any(is_environment(tool.provider) for tool in tools.values())
+        self._failures = environment_failures if of_environment else nullcontext[None]
+        """Gives failures the boundary of the job's environment, which has no tools beside it."""
         self._open: dict[str, Session] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -112,7 +116,7 @@ class Sessions:
             text = f"{name} was not called: {error}."
             return Answer(outcome=CallOutcome.SCHEMA_VIOLATION, text=text.encode("utf-8", "replace").decode("utf-8"))
         attributes = {Attr.TOOL_NAME: name, Attr.EPISODE_ID: session.episode_id}
-        with span(SpanName.TOOL_EXECUTE, attributes) as current:
+        with span(SpanName.TOOL_EXECUTE, attributes) as current, self._failures():
             answer = await self._run(session, bound, checked)
             current.set_attribute(Attr.OUTCOME, answer.outcome)
             return answer
@@ -123,7 +127,8 @@ class Sessions:
         Raises:
             KestrlError: As `call` does.
         """
-        bound_tools = await self._made(self._opened(session_id, opening))
+        with self._failures():
+            bound_tools = await self._made(self._opened(session_id, opening))
         instances = {bound.tool.provider.name: bound.session for bound in bound_tools.values()}
         return "".join(instance.prompt for instance in instances.values())
 
@@ -134,10 +139,11 @@ class Sessions:
         Raises:
             KestrlError: As `call` does.
         """
-        session = self._opened(session_id, opening)
-        bound_tools = await self._made(session)
-        stateful = {bound.tool.provider.name: bound for bound in bound_tools.values() if bound.tool.provider.has_state}
-        return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
+        with self._failures():
+            session = self._opened(session_id, opening)
+            made = await self._made(session)
+            stateful = {bound.tool.provider.name: bound for bound in made.values() if bound.tool.provider.has_state}
+            return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
 
     def _opened(self, session_id: str, opening: Opening | None) -> Session:
         """The session, begun now if `opening` is there. Raises KestrlError if there is none."""
@@ -333,7 +339,8 @@ def _naming(episode_id: str) -> Generator[None]:
     try:
         yield
     except ToolFailure as error:
-        raise ToolFailure(f"{episode_id}: {error}", code=error.code, retryable=error.retryable) from error
+        text = f"{episode_id}: {error}"
+        raise ToolFailure(text, code=error.code, retryable=error.retryable, boundary=error.boundary) from error
 
 
 def _succeeded(work: asyncio.Task[Any]) -> bool:

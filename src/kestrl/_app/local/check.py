@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kestrl._app.local.secrets import Secrets
-from kestrl._app.local.site import engine_warnings, local_path
+from kestrl._app.local.site import engine_warnings, interpreter_of, local_path
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import plan
@@ -201,7 +201,8 @@ class _Check:
             )
             path = self._try(look)
             if path is not None:
-                files[name] = DataSettings(path=str(path), size=data_set.size)
+                promptless = self._job.spec.environment is not None
+                files[name] = DataSettings(path=str(path), size=data_set.size, promptless=promptless)
         return files
 
     def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
@@ -216,6 +217,7 @@ class _Check:
             storage="",
             database="",
             work_dir="",
+            environment_python=self._try(lambda: interpreter_of(self._job.spec.environment)),
             python_path=(str(self._base.resolve()),),
         )
         components = plan(self._job, site)
@@ -246,7 +248,12 @@ class _Check:
         except UserInputError as error:
             return Report({}, tuple(str(error).splitlines()))
         check = ToolsCheck(tools=settings, data=files)
-        return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
+        environment = self._job.spec.environment
+        if environment is None:
+            return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
+        if settings.tools[0].environment is not None and settings.tools[0].environment.python is None:
+            return Report({}, missing="the interpreter of spec.environment")
+        return self._ask("kestrl_tools.check", check, "spec.environment", seconds + environment.start_timeout, secrets)
 
     def _rewards(self, settings: Model, files: dict[str, DataSettings]) -> Report:
         assert isinstance(settings, JudgeSettings)
@@ -341,7 +348,7 @@ def _config(model: str) -> dict[str, Any]:
 
 
 def _read(file: DataSettings) -> Sequence[DataRow]:
-    return read_rows(Path(file.path), size=file.size)
+    return read_rows(Path(file.path), size=file.size, promptless=file.promptless)
 
 
 def _few(problems: Iterable[str]) -> list[str]:

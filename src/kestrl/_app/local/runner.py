@@ -23,7 +23,7 @@ from kestrl._app.local.report import print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
-from kestrl._app.local.site import local_devices, refuse_cluster_isolation, reserved_ports, site_of
+from kestrl._app.local.site import interpreter_of, local_devices, refuse_cluster_isolation, reserved_ports, site_of
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
 from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
@@ -196,7 +196,13 @@ def run_job(
         refuse_cluster_isolation(job)
         with reserved_ports(job, options.base_port) as ports:
             site = site_of(
-                job, run, options.manifest_dir, ports=ports, cache_dir=options.cache_dir, devices=local_devices(job)
+                job,
+                run,
+                options.manifest_dir,
+                ports=ports,
+                cache_dir=options.cache_dir,
+                devices=local_devices(job),
+                environment_python=interpreter_of(job.spec.environment),
             )
             findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir, engine=True)
             findings.raise_problems()

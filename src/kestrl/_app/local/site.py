@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,22 +11,27 @@ from pathlib import Path
 
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_build, engine_python
 from kestrl._app.engines.variables import unused_variables
+from kestrl._app.interpreters import requirements
 from kestrl._app.local.devices import LocalDevice, devices_for
 from kestrl._app.local.memory import machine_devices
 from kestrl._app.local.rundir import RunDir
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
+from kestrl._shared.plan.environments import environment_requirements
 from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.plan.tools import runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.environments import Environment
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
+from kestrl.terminal import safe_line
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
+ENVIRONMENT_FIELD = "spec.environment.python.requirements"
 
 
 METRICS = "metrics"
@@ -154,6 +160,23 @@ def engine_warnings(job: AgentRLJob, base: Path) -> tuple[str, ...]:
     return tuple(filter(None, (engine_build(job.spec.inference, base).doubt, unused_variables())))
 
 
+def interpreter_of(environment: Environment | None, *, field: str = ENVIRONMENT_FIELD) -> str | None:
+    """Interpreter of an environment, which is made if it is not there; None if there is no environment.
+
+    Raises:
+        UserInputError: It cannot be made; the message has the field.
+    """
+    if environment is None:
+        return None
+    needed = environment_requirements(environment)
+    version = environment.python.version
+    return str(requirements.environment_python(needed, python=version, field=field, say=_say))
+
+
+def _say(line: str) -> None:
+    print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201 - a line of progress of the command
+
+
 def site_of(
     job: AgentRLJob,
     run: RunDir,
@@ -162,9 +185,10 @@ def site_of(
     ports: Mapping[Listener, int],
     cache_dir: Path,
     devices: Mapping[str, Sequence[LocalDevice]] | None,
+    environment_python: str | None = None,
 ) -> Site:
     """The site of a run on this machine, with the `reserved_ports` of its listeners and the `local_devices` of its
-    profiles; without devices the plan assigns none.
+    profiles; without devices the plan assigns none. `environment_python` is the interpreter of the job's environment.
 
     Raises:
         UserInputError: The model, the data or the template cannot be found, or there are not enough devices.
@@ -200,6 +224,7 @@ def site_of(
         work_dir=str(run.path / "work"),
         engine_python=engine_python(spec.inference, manifest_dir),
         engine_path=str(run.path / ENGINE_FOLDER),
+        environment_python=environment_python,
         python_path=(str(manifest_dir.resolve()),),
         devices=None if devices is None else machine_devices(job, needs, devices, model=model, cache_dir=cache_dir),
     )

@@ -45,7 +45,11 @@ def bench_components(
         ),
         endpoint=endpoint,
         sampling=sampling,
-        data=DataSettings(path=site.validation, size=job.spec.data.validation.size),
+        data=DataSettings(
+            path=site.validation,
+            size=job.spec.data.validation.size,
+            promptless=job.spec.environment is not None,
+        ),
         max_turns=spec.agent.max_turns,
         max_tokens=spec.agent.max_tokens,
         max_tokens_per_turn=spec.agent.max_tokens_per_turn or spec.agent.max_tokens,

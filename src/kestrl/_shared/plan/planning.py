@@ -9,6 +9,7 @@ from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
 from kestrl._shared.plan.engines import engine_component, failure_file
+from kestrl._shared.plan.environments import environment_entries, offers_tools
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.judges import (
     correctness_entry,
@@ -28,7 +29,7 @@ from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Site
 from kestrl._shared.plan.tools import tool_entries, with_tool_secrets
 from kestrl._shared.spec.algorithms import PRESETS
-from kestrl._shared.spec.job import AgentRLJob, JobSpec
+from kestrl._shared.spec.job import AgentRLJob, DataSet, JobSpec
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Maximum mean |learner - engine| log-prob difference in nats, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
@@ -131,7 +132,7 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
     settings = ToolsSettings.model_validate(
         {
             **_service(Role.TOOLS, 0, job, site),
-            "tools": tool_entries(spec),
+            "tools": (*tool_entries(spec), *environment_entries(spec, site)),
             "call_seconds": spec.rollout.deadlines.tool,
             # Constant for up to USUAL_WORKERS workers, so that scaling does not restart the tool service.
             "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
@@ -173,7 +174,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,
             "agents_config": spec.agent.loops_config,
-            "offers_tools": bool(spec.tools),
+            "offers_tools": bool(spec.tools) or offers_tools(spec),
             "describes_tools": bool(spec.tools) and ruler_of(spec) is not None,
             "tools_address": site.endpoint(Role.TOOLS, 0).address,
             "judge_address": site.endpoint(Role.JUDGE, 0).address,
@@ -276,6 +277,10 @@ def _correction(spec: JobSpec) -> CorrectionSettings:
     )
 
 
+def _data(path: str, data: DataSet, spec: JobSpec) -> DataSettings:
+    return DataSettings(path=path, size=data.size, promptless=spec.environment is not None)
+
+
 def _learner(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
     data, validation = spec.data.train, spec.data.validation
@@ -290,10 +295,10 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             if isinstance(spec.model.adapter.targets, str)
             else tuple(spec.model.adapter.targets),
             "adapter_from": spec.model.adapter.from_,
-            "data": DataSettings(path=site.train, size=data.size),
+            "data": _data(site.train, data, spec),
             "validation": None
             if validation is None or site.validation is None
-            else DataSettings(path=site.validation, size=validation.size),
+            else _data(site.validation, validation, spec),
             "evaluation": evaluation_sampling(spec),
             "seed": spec.data.seed,
             "epochs": spec.schedule.epochs,
@@ -340,7 +345,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"
             if has_rank_pods(spec) and site.ranks_port is not None
             else None,
-            "tools": bool(spec.tools),
+            "tools": bool(spec.tools) or offers_tools(spec),
             "sinks": tuple(
                 SinkEntry(use=sink.use, config=sink.config, field=f"spec.telemetry.sinks[{index}]")
                 for index, sink in enumerate(spec.telemetry.sinks)

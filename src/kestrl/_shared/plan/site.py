@@ -72,6 +72,8 @@ class Site:
     """Interpreter with the engine; None for that of the other components."""
     engine_path: str | None = None
     """Folder with what runs in the engine's interpreter; None where that is installed in it."""
+    environment_python: str | None = None
+    """Interpreter of the job's environment; None where it has none, or has not been made."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
     builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)

@@ -18,6 +18,7 @@ STATUS_BY_BOUNDARY: dict[Boundary, grpc.StatusCode] = {
     Boundary.ENGINE: grpc.StatusCode.UNAVAILABLE,
     Boundary.INFRASTRUCTURE: grpc.StatusCode.UNAVAILABLE,
     Boundary.USER_CODE: grpc.StatusCode.FAILED_PRECONDITION,
+    Boundary.ENVIRONMENT: grpc.StatusCode.ABORTED,
 }
 RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kestrl._shared.spec.algorithms import Algorithm
+from kestrl._shared.spec.environments import Environment
 from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl._shared.spec.judges import CorrectnessSpec, RulerSpec
 from kestrl._shared.spec.model import (
@@ -33,6 +34,7 @@ from kestrl._shared.spec.scalars import (
 )
 from kestrl._shared.spec.secrets import SecretRef
 from kestrl._shared.spec.tools import Tool
+from kestrl.tools.shapes import is_mapping
 
 API_VERSION = "kestrl.dev/v1alpha1"
 KIND = "AgentRLJob"
@@ -130,7 +132,7 @@ class Reward(Model):
 
     rule: str | None = None
     """`exact_answer`, `flexible_answer`, `math_answer`, `boxed_answer`, `format`, `loop_reward` (what the agent loop
-    returns), `environment_reward` (its `get_reward()`), `overlong`, or the import path of a function."""
+    returns), `environment_reward` (the environment's own), `overlong`, or the import path of a function."""
     config: JsonObject = {}
     """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None
@@ -316,6 +318,9 @@ class JobSpec(Model):
     model: ModelSpec
     data: Data
     agent: Agent = Agent()
+    environment: Environment | None = None
+    """Somebody's task with its own reset, steps and score, in place of `tools`. Without `rewards`, its own reward is
+    that of the job."""
     tools: list[Tool] = []
     rewards: Annotated[list[Reward], Field(min_length=1)]
     sampling: Sampling = Sampling()
@@ -340,6 +345,14 @@ class JobSpec(Model):
     """Maximum duration of the run, after which it fails."""
     ttl_after_finished: DurationOrZero | None = None
     """Time after the end of the job when the object is deleted (on a cluster). Default: never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_reward(cls, spec: object) -> object:
+        """The reward of a job with an environment that names none: the environment's."""
+        if not is_mapping(spec) or "environment" not in spec or "rewards" in spec:
+            return spec
+        return {**spec, "rewards": [{"rule": "environment_reward"}]}
 
 
 class Metadata(BaseModel):

@@ -50,6 +50,14 @@ async def test_an_interpreter_beside_the_manifest_is_refused(stage: Stage, pytho
     assert stage.children() == []
 
 
+async def test_an_environment_is_refused_by_its_field(stage: Stage) -> None:
+    await stage.operator()
+    stage.job(environment={"reasoningGym": {"generator": "chain_sum"}}, tools=[])
+    await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
+    assert "spec.environment: runs on one machine alone (kestrl run)" in stage.condition("Accepted")[2]
+    assert stage.children() == []
+
+
 async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applier, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")

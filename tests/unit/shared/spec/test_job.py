@@ -259,7 +259,7 @@ def test_rules_across_fields(overrides: list[str], path: str) -> None:
             "failurePolicy.rules=[{reason: engin/x, action: Fail}]",
             "spec.failurePolicy.rules[0].reason: 'engin' is not a failure boundary; use one of policy, tool, "
             "sandbox, judge, "
-            "engine, infrastructure, user_code",
+            "engine, infrastructure, user_code, environment",
         ),
         (
             "failurePolicy.rules=[{action: Fail}, {reason: OOMKilled, action: Ignore}]",

@@ -6,10 +6,11 @@ from kestrl.agents import Conversation
 
 
 async def tool_agent(conversation: Conversation) -> None:
-    """Turn by turn: the calls of a turn run at once, their results are the next prompt; a turn without calls is the
-    answer.
+    """Turn by turn: the calls of a turn run at once, their results are the next prompt; a turn without calls is an
+    action of the job's environment, or the answer.
     """
     while reply := await conversation.generate():
-        if not reply.calls:
+        if reply.calls:
+            await conversation.call_tools(reply.calls)
+        elif not await conversation.act(reply.content):
             return
-        await conversation.call_tools(reply.calls)

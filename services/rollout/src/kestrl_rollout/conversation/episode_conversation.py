@@ -33,6 +33,8 @@ from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampl
 from kestrl_rollout.gateway.sampler import ChatTurn, Server
 from kestrl_rollout.requests import Deadlines
 
+NOTHING_SHOWN = "(nothing is shown)"
+"""User message after an action upon which the environment shows nothing."""
 TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
 """Metric names of failed tool calls by outcome."""
 
@@ -71,6 +73,7 @@ class EpisodeConversation:
             vocabulary=chat_model.vocabulary,
             seconds=deadlines.tool,
             waiting=waiting,
+            boundary=offered.boundary,
         )
         self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
         self._transcript = Transcript(scenario.messages)
@@ -241,6 +244,22 @@ class EpisodeConversation:
             self._messages.append(Message(role="tool", text=result.text, name=call.name, call_id=call.id))
             self._transcript.append("tool", result.text, name=result.name)
         return results
+
+    async def act(self, text: str) -> bool:
+        self._check()
+        self._check_order("act()")
+        if not self._offered.act:
+            return False
+        with self._platform():
+            answer = await self._calls.act(self._offered.act, text, turn=len(self.turns) - 1, ends=self._turn_ends)
+        if answer.outcome is not CallOutcome.OK:
+            self._metrics["invalid_actions"] = self._metrics.get("invalid_actions", 0.0) + 1.0
+        if self._calls.cut:
+            self._metrics["tool_results_cut"] = self._calls.cut
+        if answer.final:
+            return False
+        self.append_user(answer.text or NOTHING_SHOWN)
+        return True
 
     def _check_order(self, what: str) -> None:
         """Refuses what would change the conversation while the model's turn is being sampled."""

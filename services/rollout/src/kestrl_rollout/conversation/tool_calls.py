@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
@@ -32,13 +32,21 @@ class ToolCalls:
     """An episode's calls of its tools."""
 
     def __init__(
-        self, tools: ToolSession, *, limits: ToolLimits, vocabulary: Vocabulary, seconds: float, waiting: Waiting
+        self,
+        tools: ToolSession,
+        *,
+        limits: ToolLimits,
+        vocabulary: Vocabulary,
+        seconds: float,
+        waiting: Waiting,
+        boundary: Boundary,
     ) -> None:
         self._tools = tools
         self._limits = limits
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._waiting = waiting
+        self._boundary = boundary
         self.final = False
         """Whether a tool ended the episode."""
         self.cut = 0
@@ -66,6 +74,17 @@ class ToolCalls:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
         return [task.result() for task in running]
+
+    async def act(self, tool: str, text: str, *, turn: int, ends: float) -> ToolAnswer:
+        """Gives the environment a turn of the model; a wrong action is answered with text for the model.
+
+        Raises:
+            KestrlError: The environment failed or a deadline passed.
+        """
+        with span(SpanName.TOOL_CALL, {Attr.TOOL_NAME: tool, Attr.TURN: turn}) as current:
+            answer = await self._dispatch(tool, {"text": text}, ends)
+            current.set_attribute(Attr.OUTCOME, answer.outcome)
+        return replace(answer, text=self._shorten(answer.text))
 
     async def _run(self, call: Call, index: int, turn: int, ends: float) -> ToolCall:
         started = time.monotonic()
@@ -98,7 +117,7 @@ class ToolCalls:
         return ToolAnswer(outcome=call.problem, text=call.message, final=False, data={})
 
     async def _dispatch(self, name: str, arguments: Mapping[str, Json], ends: float) -> ToolAnswer:
-        with self._waiting.call(Boundary.TOOL) as waiting:
+        with self._waiting.call(self._boundary) as waiting:
             seconds = self._seconds
             if not self._tools.opened:
                 # Within the turn's deadline, not the tool's: a restarting service is not a failure of the tool.

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kestrl._shared import rpc
+from kestrl._shared.environment_rows import reset_arguments
 from kestrl._shared.rpc.codec import sandboxes_from_proto
 from kestrl._shared.text.chat import Chat
 from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.episode import CallOutcome, Scenario
 from kestrl.episode.codec import dump_json
-from kestrl.errors import ToolFailure, UserInputError
+from kestrl.errors import Boundary, ToolFailure, UserInputError
 from kestrl.formats import Schemas
 from kestrl.tools import SandboxInUse, ToolSchema
 
@@ -39,6 +40,20 @@ class OfferedTools:
     """Whether an environment among them has a state for the reward."""
     has_prompt: bool = False
     """Whether an environment among them may add to the prompt."""
+    of_environment: bool = False
+    """Whether they are those of the job's environment."""
+    act: str = ""
+    """The tool that takes turns without calls, which the model is not offered; empty if there is none."""
+
+    @property
+    def boundary(self) -> Boundary:
+        """Where failures of calls come from."""
+        return Boundary.ENVIRONMENT if self.of_environment else Boundary.TOOL
+
+    @property
+    def session_names(self) -> tuple[str, ...]:
+        """The tools of the session, that of turns included."""
+        return (self.act, *self.names) if self.act else self.names
 
     @property
     def schemas(self) -> Schemas:
@@ -92,6 +107,10 @@ class ToolList:
         """Sandboxes of tools that run code, by tool, as last reported by the service."""
         self._environments: dict[str, list[str]] = {}
         """The tools of each environment."""
+        self.environment = ""
+        """Name of the job's environment; empty if it has none."""
+        self.act = ""
+        """Its tool that takes turns without calls; empty if there is none."""
 
     async def of(self, scenario: Scenario) -> dict[str, ToolSchema]:
         """The tools of a scenario by name.
@@ -103,7 +122,8 @@ class ToolList:
         if self._listed is None:
             self._listed = await self._list()
         listed = self._listed
-        names = tuple(listed) if scenario.tools is None else expanded(tuple(scenario.tools), self._environments)
+        restricted = scenario.tools is not None and not self.environment
+        names = expanded(tuple(scenario.tools or ()), self._environments) if restricted else tuple(listed)
         for name in names:
             if name not in listed:
                 raise UserInputError(
@@ -115,11 +135,11 @@ class ToolList:
 
     def has_state(self, names: Iterable[str]) -> bool:
         """Whether an environment among these tools has a state for the reward."""
-        return not self._with_state.isdisjoint(names)
+        return bool(self.environment) or not self._with_state.isdisjoint(names)
 
     def has_prompt(self, names: Iterable[str]) -> bool:
         """Whether an environment among these tools may add to the prompt."""
-        return not self._with_prompt.isdisjoint(names)
+        return bool(self.environment) or not self._with_prompt.isdisjoint(names)
 
     async def _list(self) -> dict[str, ToolSchema]:
         answer = await self._service.call(
@@ -130,6 +150,8 @@ class ToolList:
         for tool in answer.tools:
             if tool.environment:
                 self._environments.setdefault(tool.environment, []).append(tool.name)
+        self.environment = next((tool.environment for tool in answer.tools if tool.of_environment), "")
+        self.act = next((tool.name for tool in answer.tools if tool.acts), "")
         self._with_state = frozenset(tool.name for tool in answer.tools if tool.has_state)
         self._with_prompt = frozenset(tool.name for tool in answer.tools if tool.has_prompt)
         return {
@@ -137,17 +159,24 @@ class ToolList:
                 name=tool.name, description=tool.description, parameters=json.loads(tool.parameters_json or "{}")
             )
             for tool in answer.tools
+            if not tool.acts
         }
 
     def _report(self, sandboxes: dict[str, SandboxInUse]) -> None:
         self.sandboxes = sandboxes
+
+    def _kwargs(self, scenario: Scenario) -> Mapping[str, Any]:
+        """What a row sets by name; the environment of the job is reset with its columns."""
+        if not self.environment:
+            return scenario.tools_kwargs
+        return {self.environment: {"create_kwargs": reset_arguments(scenario)}}
 
     def session(self, episode_id: str, scenario: Scenario, names: Sequence[str], *, seconds: float) -> ToolSession:
         """A session for an episode; its first call opens it."""
         opening = pb.Opening(
             episode_id=episode_id,
             tools=names,
-            tools_kwargs_json=dump_json(scenario.tools_kwargs),
+            tools_kwargs_json=dump_json(self._kwargs(scenario)),
             lifetime=seconds + LIFETIME_SLACK,
             digests=self.digests,
         )
@@ -186,10 +215,12 @@ class Toolbox:
         tools = await self._list.of(scenario)
         offered = OfferedTools(
             tools=tuple(tools.values()),
-            toolset=self._chat.toolset([tool.to_openai() for tool in tools.values()]),
+            toolset=self._chat.toolset([tool.to_openai() for tool in tools.values()]) if tools else NO_TOOLS,
             names=tuple(tools),
             has_state=self._list.has_state(tools),
             has_prompt=self._list.has_prompt(tools),
+            of_environment=bool(self._list.environment),
+            act=self._list.act,
         )
         if len(self._by_names) < 256:  # bounds the cache; data sets have few combinations
             self._by_names[wanted] = offered

@@ -54,6 +54,8 @@ class _Attempt:
     conversation: EpisodeConversation | None = None
     engine: EngineSession | None = None
     tools: ToolSession | None = None
+    tool_boundary: Boundary = Boundary.TOOL
+    """Where failures of calls come from: tools, or the job's environment."""
     has_state: bool = False
     """Whether an environment has a state for the reward."""
     reward: float | None = None
@@ -179,10 +181,16 @@ class EpisodeRunner:
         loop = attempt.loop = self._loops.of(scenario.agent)
         with attempt.waiting.on(Boundary.TOOL):
             offered = await self._toolbox.offered_tools(scenario) if loop.uses_tools else OfferedTools()
-        attempt.has_state = offered.has_state
-        attempt.tools = self._toolbox.session(attempt.id, scenario, offered.names, seconds=request.deadlines.episode)
+        attempt.has_state, attempt.tool_boundary = offered.has_state, offered.boundary
+        names = offered.session_names
+        attempt.tools = self._toolbox.session(attempt.id, scenario, names, seconds=request.deadlines.episode)
         if offered.has_prompt:
             scenario = await self._prompted(scenario, attempt, attempt.tools, request.deadlines)
+        if not scenario.messages:
+            raise UserInputError(
+                f"scenario {scenario.id}: has no prompt, and no environment gives it; add one to the row",
+                code="no_prompt",
+            )
         if loop.built_in:  # a user's loop may write its prompts itself
             self._check_rendered(scenario, offered)
         attempt.engine = EngineSession(
@@ -211,11 +219,15 @@ class EpisodeRunner:
         self, scenario: Scenario, attempt: _Attempt, tools: ToolSession, deadlines: Deadlines
     ) -> Scenario:
         """The scenario with what its environments add to the last message."""
-        with attempt.waiting.on(Boundary.TOOL):
+        with attempt.waiting.on(attempt.tool_boundary):
             async with deadline(Scope.TURN, now() + deadlines.turn, attempt.waiting):
                 await tools.reachable()  # a restarting service is not a failure of the environment
             async with deadline(Scope.TOOL, now() + deadlines.tool, attempt.waiting):
                 text = await tools.prompt(seconds=deadlines.tool)
+        if not text:
+            return scenario
+        if not scenario.messages:
+            return replace(scenario, messages=({"role": "user", "content": text},))
         *before, last = scenario.messages
         return replace(scenario, messages=(*before, {**last, "content": f"{last['content']}{text}"}))
 
@@ -225,7 +237,7 @@ class EpisodeRunner:
             return
         assert attempt.tools is not None
         seconds *= 1 if attempt.tools.opened else 2  # the first request also creates the environments
-        with attempt.waiting.on(Boundary.TOOL):
+        with attempt.waiting.on(attempt.tool_boundary):
             async with deadline(Scope.TOOL, now() + seconds, attempt.waiting):
                 attempt.environments = await attempt.tools.state(seconds=seconds)
 

@@ -173,6 +173,7 @@ def _greeting(provider: PythonProvider, tools: dict[str, ToolDefinition]) -> Mes
         "has_state": provider.has_state,
         "has_prompt": provider.has_prompt,
         "has_reward": provider.has_reward,
+        "acts": provider.acts,
         "tools": [
             {
                 "name": tool.name,

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from kestrl._shared import process_guard
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import Boundary, Failure, FailureError, KestrlError, ToolFailure, UserInputError
 from kestrl.tools import ToolError, ToolResult, ToolSchema
 from kestrl.tools.arguments import Arguments
-from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition
-from kestrl_tools.process.frames import Message, ask, read, receive, write
+from kestrl.tools.provider import Kwargs, ToolDefinition
+from kestrl_tools.process.frames import Message, ask, read, write
 from kestrl_tools.process.host import HostSettings
+from kestrl_tools.process.host_process import HostProcess
 
 IMPORT_SECONDS = 55.0
 """Time limit of importing the tool."""
@@ -37,118 +32,6 @@ class ToolProcessDied(ToolFailure):
     code = "tool_process_died"
 
 
-class _Host:
-    """A running host."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], write_end: int, requests: socket.socket, control: socket.socket
-    ) -> None:
-        self._process, self._write_end = process, write_end
-        self.requests, self._control = requests, control
-        self._ended: dict[int, asyncio.Future[int | None]] = {}
-        self._next = 0
-        self.gone = False
-        """Whether the host has ended."""
-
-    @classmethod
-    def spawn(cls, settings: HostSettings) -> _Host:
-        """Starts the process without waiting for it."""
-        ours, theirs = socket.socketpair()
-        control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        read_end, write_end = os.pipe()
-        fds = (theirs.fileno(), their_control.fileno())
-        command = ("-m", "kestrl_tools.process.host", "--requests", str(fds[0]), "--control", str(fds[1]))
-        try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [
-                    *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0"),
-                    *(sys.executable, *command),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=2,  # output of a tool goes to the log of the service
-                pass_fds=(*fds, read_end),
-                # Without the service's credentials, so that a tool cannot act as the service.
-                env={name: value for name, value in os.environ.items() if not name.startswith("KESTRL_")},
-                start_new_session=True,
-            )
-        except OSError:
-            os.close(write_end)
-            raise
-        finally:
-            for end in (theirs, their_control):
-                end.close()
-            os.close(read_end)
-        assert process.stdin is not None
-        with process.stdin as given, suppress(BrokenPipeError):
-            given.write(settings.model_dump_json().encode())
-        return cls(process, write_end, ours, control)
-
-    async def asked(self, message: Message | None, seconds: float) -> Message:
-        """The answer to a request, or the greeting; raises OSError if the host ended or is late."""
-        if message is None:
-            self.requests.settimeout(seconds)
-            return await asyncio.to_thread(receive, self.requests)
-        return await asyncio.to_thread(ask, self.requests, message, seconds)
-
-    def watch(self) -> None:
-        """Notices from now on which processes have ended."""
-        self._control.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._control.fileno(), self._notified)
-
-    def _notified(self) -> None:
-        try:
-            data = self._control.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data:
-            ended: Message = json.loads(data)
-            if (future := self._ended.pop(ended["session"], None)) is not None and not future.done():
-                future.set_result(ended["status"])
-            return
-        self.gone = True
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
-        for future in self._ended.values():
-            if not future.done():
-                future.set_result(None)
-        self._ended.clear()
-
-    def open(self) -> tuple[int, socket.socket, asyncio.Future[int | None]]:
-        """Forks the process of a session: its id, the connection, and its exit status once it has ended.
-
-        Raises:
-            OSError: The host has ended.
-        """
-        self._next += 1
-        ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                command = json.dumps({"op": "open", "session": self._next}).encode()
-                socket.send_fds(self._control, [command], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        self._ended[self._next] = ended
-        return self._next, ours, ended
-
-    def kill(self, session: int) -> None:
-        """Kills the process of a session with all that it started."""
-        if session in self._ended:
-            with suppress(OSError):  # the host has ended, and its guard kills what is left
-                self._control.send(json.dumps({"op": "kill", "session": session}).encode())
-
-    async def end(self) -> None:
-        """Ends the host and all its descendants."""
-        with suppress(ValueError, OSError):
-            asyncio.get_running_loop().remove_reader(self._control.fileno())
-        self.requests.close()
-        self._control.close()
-        os.close(self._write_end)
-        await asyncio.shield(asyncio.to_thread(self._process.wait))
-
-
 class ProcessProvider:
     """A Python tool in processes: one that imports it, and one for every episode."""
 
@@ -161,10 +44,12 @@ class ProcessProvider:
             folder: Folder of the manifest, which is importable; None for none.
         """
         self.name = entry.name
-        self.environment = self.has_state = self.has_prompt = self.has_reward = False
+        self.environment = self.has_state = self.has_prompt = self.has_reward = self.acts = False
         self._field = field
         self._settings = HostSettings(entry=entry, field=field, python_path=(folder,) if folder else ())
-        self._host: _Host | None = None
+        environment = entry.environment
+        self._import_seconds = IMPORT_SECONDS if environment is None else environment.start_seconds
+        self._host: HostProcess | None = None
         self._starting = asyncio.Lock()
         self._started = False
         self._problem = ""
@@ -173,7 +58,7 @@ class ProcessProvider:
         greeting = await self._spawned()
         self.environment = greeting["environment"]
         self.has_state, self.has_prompt = greeting["has_state"], greeting["has_prompt"]
-        self.has_reward = greeting["has_reward"]
+        self.has_reward, self.acts = greeting["has_reward"], greeting["acts"]
         return [_definition(tool) for tool in greeting["tools"]]
 
     def check(self, create_kwargs: Kwargs) -> None:
@@ -191,14 +76,14 @@ class ProcessProvider:
         await self._hook("start")
         self._started = True
 
-    async def open(self, create_kwargs: Kwargs) -> ProviderSession:
+    async def open(self, create_kwargs: Kwargs) -> ProcessSession:
         host = await self._running()
         try:
             number, connection, ended = host.open()
         except OSError as error:
             raise self._host_died() from error
         reader, writer = await asyncio.open_unix_connection(sock=connection)
-        session = _ProcessSession(self.name, host, number, reader, writer, ended)
+        session = ProcessSession(self.name, host, number, reader, writer, ended)
         try:
             session.prompt = (await session.ask({"op": "open", "create_kwargs": dict(create_kwargs)}))["prompt"]
         except BaseException:
@@ -220,7 +105,7 @@ class ProcessProvider:
         finally:
             await host.end()
 
-    async def _running(self) -> _Host:
+    async def _running(self) -> HostProcess:
         """The host, started again if it has ended."""
         async with self._starting:
             if self._host is not None and not self._host.gone:
@@ -240,12 +125,12 @@ class ProcessProvider:
             return self._host
 
     async def _spawned(self) -> Message:
-        host = await asyncio.to_thread(_Host.spawn, self._settings)
+        host = await asyncio.to_thread(HostProcess.spawn, self._settings)
         try:
-            greeting = await host.asked(None, IMPORT_SECONDS)
+            greeting = await host.asked(None, self._import_seconds)
         except TimeoutError:
             await host.end()
-            raise UserInputError(f"use: {self.name} could not be imported within {IMPORT_SECONDS:g} s") from None
+            raise UserInputError(f"use: {self.name} could not be imported within {self._import_seconds:g} s") from None
         except OSError as error:
             await host.end()
             raise UserInputError(f"use: importing {self.name} ended its process; the log above says more") from error
@@ -274,13 +159,13 @@ class ProcessProvider:
         return ToolProcessDied(f"{self.name}: the process that imports it has ended", retryable=True)
 
 
-class _ProcessSession:
+class ProcessSession:
     """The process of an episode."""
 
     def __init__(
         self,
         name: str,
-        host: _Host,
+        host: HostProcess,
         number: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -300,6 +185,10 @@ class _ProcessSession:
 
     async def state(self) -> object:
         return (await self.ask({"op": "state"}))["state"]
+
+    async def gold(self) -> object:
+        """What a perfect player of an environment does; None where it does not say."""
+        return (await self.ask({"op": "gold"}))["gold"]
 
     async def close(self) -> None:
         try:

@@ -9,7 +9,7 @@ import resource
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kestrl._shared.user_tasks import contain_user_tasks
 from kestrl.errors import KestrlError, ToolFailure
@@ -72,13 +72,17 @@ class _Session:
     async def _done(self, request: Message) -> Message:
         name = self._provider.name
         if self._session is None:
-            self._session = await self._provider.open(request["create_kwargs"])
+            opening = guarded(name, self._provider.open(request["create_kwargs"]))
+            self._session = cast("ProviderSession", await opening)
             return {"prompt": self._session.prompt}
         match request["op"]:
             case "call":
                 return await self._called(self._session, request)
             case "state":
                 return {"state": state_of(name, await guarded(name, self._session.state()))}
+            case "gold":
+                gold = getattr(self._session, "gold", None)
+                return {"gold": None if gold is None else state_of(name, await guarded(name, gold()))}
             case _:
                 self.closed = True
                 await guarded(name, self._session.close())

@@ -76,3 +76,5 @@ class DataSettings(Model):
     path: str
     size: int | None = None
     """Number of scenarios; None means all."""
+    promptless: bool = False
+    """Whether rows may have no prompt, since the environment gives it."""

@@ -82,8 +82,23 @@ class ProcessEntry(Model):
     """Maximum memory of an instance in MiB; None means no limit."""
 
 
+class EnvironmentEntry(Model):
+    """What sets the environment of a job apart from other tools."""
+
+    python: str | None = None
+    """Its interpreter; None for that of the service, where only its settings are looked at."""
+    acts: bool
+    """Whether its class may take the model's turns; else all of its methods are tools."""
+    sessions: int
+    """Episodes that it plays at the same time."""
+    wait_seconds: float
+    """Longest wait of an episode for a place among them."""
+    start_seconds: float
+    """Time limit of its start."""
+
+
 class ToolEntry(Model):
-    """One entry of `spec.tools`: a Python tool or environment, or a server."""
+    """One entry of `spec.tools`: a Python tool or environment, or a server; or the environment of the job."""
 
     name: str
     use: str | None = None
@@ -93,6 +108,8 @@ class ToolEntry(Model):
     config: dict[str, Any] = {}
     process: ProcessEntry | None = None
     """If set, instances run in processes of their own."""
+    environment: EnvironmentEntry | None = None
+    """If set, this is the environment of the job, which `process` has too."""
     claim: ClaimEntry | None = None
     """If set, the tool's code runs in claimed sandboxes."""
     mcp: McpEntry | None = None

@@ -10,6 +10,7 @@ from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
 from kestrl._shared.spec.rules.engine_rules import engine_problems
+from kestrl._shared.spec.rules.environment_rules import environment_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
 from kestrl._shared.spec.rules.reward_rules import reward_config_problems
@@ -24,7 +25,7 @@ BUILT_IN_RULES = (
     "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "environment_reward",
     "overlong",
 )  # fmt: skip
-CONFIGURED_RULES = ("boxed_answer", "overlong")
+CONFIGURED_RULES = ("boxed_answer", "environment_reward", "overlong")
 """Built-in rules that take `config`, which `reward_config_problems` checks."""
 
 
@@ -283,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     tokens_fit_the_context,
     offloading_saves_memory,
     tool_problems,
+    environment_problems,
     loop_is_known,
     rewards_are_known,
     reward_config_problems,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec.problems import Problem
@@ -37,6 +37,17 @@ def _boxed_answer(config: Mapping[str, Any]) -> Found:
     yield from _counts(config, ("window",))
 
 
+def _environment_reward(config: Mapping[str, Any]) -> Found:
+    yield from _unknown(config, ("weights",), "environment_reward")
+    weights: Any = config.get("weights", {})
+    if not isinstance(weights, dict):
+        yield "weights", "must be an object with a number for each part of the environment's reward"
+        return
+    for name, weight in cast("dict[str, Any]", weights).items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            yield f"weights.{name}", f"must be a number, is {weight!r}"
+
+
 def _unknown(config: Mapping[str, Any], names: tuple[str, ...], rule: str) -> Found:
     for name in config:
         if name not in names:
@@ -53,4 +64,8 @@ def _counts(config: Mapping[str, Any], names: tuple[str, ...], *, required: bool
             yield name, f"must be a whole number from 1, is {value!r}"
 
 
-_CHECKS: dict[str, Callable[[Mapping[str, Any]], Found]] = {"overlong": _overlong, "boxed_answer": _boxed_answer}
+_CHECKS: dict[str, Callable[[Mapping[str, Any]], Found]] = {
+    "overlong": _overlong,
+    "boxed_answer": _boxed_answer,
+    "environment_reward": _environment_reward,
+}

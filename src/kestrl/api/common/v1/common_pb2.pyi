@@ -41,6 +41,8 @@ class _BoundaryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Boundary.Val
     """The network, the disk, the database, a deadline of the platform."""
     BOUNDARY_USER_CODE: _Boundary.ValueType  # 7
     """A user's agent or reward raised, or cannot be imported."""
+    BOUNDARY_ENVIRONMENT: _Boundary.ValueType  # 8
+    """Somebody's environment raised, died or ran past its deadline."""
 
 class Boundary(_Boundary, metaclass=_BoundaryEnumTypeWrapper):
     """Where a failure came from. The values mirror kestrl.errors.Boundary."""
@@ -61,6 +63,8 @@ BOUNDARY_INFRASTRUCTURE: Boundary.ValueType  # 6
 """The network, the disk, the database, a deadline of the platform."""
 BOUNDARY_USER_CODE: Boundary.ValueType  # 7
 """A user's agent or reward raised, or cannot be imported."""
+BOUNDARY_ENVIRONMENT: Boundary.ValueType  # 8
+"""Somebody's environment raised, died or ran past its deadline."""
 Global___Boundary: _TypeAlias = Boundary  # noqa: Y015
 
 @_typing.final

@@ -48,6 +48,8 @@ class ToolSchema(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
     HAS_PROMPT_FIELD_NUMBER: _builtins.int
+    OF_ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    ACTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique in the job."""
     description: _builtins.str
@@ -60,6 +62,10 @@ class ToolSchema(_message.Message):
     """Whether that environment has a state for rewards."""
     has_prompt: _builtins.bool
     """Whether that environment may add to the prompt, so that its sessions are opened before the first turn."""
+    of_environment: _builtins.bool
+    """Whether it belongs to the job's environment, which is reset with the row."""
+    acts: _builtins.bool
+    """Whether it takes the model's turns that call no tool; it is not offered to the model."""
     def __init__(
         self,
         *,
@@ -69,10 +75,12 @@ class ToolSchema(_message.Message):
         environment: _builtins.str = ...,
         has_state: _builtins.bool = ...,
         has_prompt: _builtins.bool = ...,
+        of_environment: _builtins.bool = ...,
+        acts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "environment", b"environment", "has_prompt", b"has_prompt", "has_state", b"has_state", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acts", b"acts", "description", b"description", "environment", b"environment", "has_prompt", b"has_prompt", "has_state", b"has_state", "name", b"name", "of_environment", b"of_environment", "parameters_json", b"parameters_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

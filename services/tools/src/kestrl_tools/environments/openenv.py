@@ -1,0 +1,187 @@
+"""Environments behind a server of OpenEnv, one WebSocket an episode: the model's turns are their actions.
+
+Runs in the interpreter of the environment. A turn is the action as a JSON object, or, where an action has one required
+field of text, that text. Rewards are summed over the steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+from kestrl.errors import Boundary, ToolFailure, UserInputError
+from kestrl.tools import ToolError, ToolResult
+
+LOOPBACK = "127.0.0.1"
+START_SECONDS = 540.0
+"""Time in which a started server has to answer; the environment's own start timeout is usually shorter."""
+POLL_SECONDS = 0.2
+ANSWER_SECONDS = 300.0
+"""Longest wait for an answer; the deadline of a call is usually shorter."""
+REQUEST_SECONDS = 10.0
+LARGEST_MESSAGE = 16 * 2**20
+CAPACITY = "CAPACITY_REACHED"
+INVALID = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Codes of errors that the model can correct."""
+SERVERS_FIELDS = frozenset({"metadata"})
+"""Fields of an action that are not the model's to fill."""
+HIDDEN = frozenset({"reward", "done", "metadata"})
+"""Fields of an observation that are not shown."""
+
+
+class OpenEnv:
+    """One episode of a server."""
+
+    _url: ClassVar[str] = ""
+    _schema: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, url: str | None, app: str | None) -> None:
+        del url, app  # `start_service` has used them
+        self._socket: Any = None
+        self._reward = 0.0
+
+    @classmethod
+    def start_service(cls, url: str | None, app: str | None) -> None:
+        """Starts the server, or looks for a running one; sessions are forked from this process and reach it too.
+
+        Raises:
+            UserInputError: It does not answer as a server of OpenEnv.
+        """
+        process: subprocess.Popen[bytes] | None = None
+        if app is not None:
+            with socket.socket() as listener:
+                listener.bind((LOOPBACK, 0))
+                port = listener.getsockname()[1]
+            command = (sys.executable, "-m", "uvicorn", app, "--host", LOOPBACK, "--port", str(port))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603 - the manifest's app
+            url = f"http://{LOOPBACK}:{port}"
+        assert url is not None
+        cls._url = url.rstrip("/")
+        cls._schema = _awaited_schema(cls._url, process)
+
+    def reset(self, prompt: Any = None, reset: Mapping[str, Any] | None = None) -> str:
+        """Begins the episode; what the environment shows first.
+
+        Args:
+            prompt: Prompt of the row; without one, the form of an action is said too.
+            reset: Arguments of the server's reset, such as `{"seed": 1}`.
+        """
+        from websockets.exceptions import WebSocketException
+        from websockets.sync.client import connect
+
+        address = f"ws{self._url.removeprefix('http')}/ws"
+        try:
+            self._socket = connect(address, max_size=LARGEST_MESSAGE, open_timeout=REQUEST_SECONDS, proxy=None)
+        except (OSError, WebSocketException) as error:
+            raise _lost(f"{address} cannot be reached: {error}") from error
+        shown = _shown(self._asked("reset", dict(reset or {}))["observation"])
+        return shown if prompt is not None else "\n\n".join(filter(None, (shown, self._form())))
+
+    def act(self, text: str) -> ToolResult:
+        """Takes a turn of the model as the action."""
+        step = self._asked("step", self._action(text))
+        reward = step.get("reward")
+        if reward is not None:
+            self._reward += float(reward)
+        return ToolResult(text=_shown(step["observation"]), final=bool(step.get("done")))
+
+    def get_reward(self) -> float:
+        return self._reward
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps({"type": "close"}))
+            self._socket.close()
+
+    def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The observation that answers a message.
+
+        Raises:
+            ToolError: The action is not one, which the model can correct.
+            ToolFailure: The server failed, is full or is gone.
+        """
+        from websockets.exceptions import WebSocketException
+
+        try:
+            self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self._socket.recv(timeout=ANSWER_SECONDS))
+        except (OSError, WebSocketException, ValueError) as error:
+            raise _lost(f"the server did not answer a {kind}: {type(error).__name__}: {error}") from error
+        content: dict[str, Any] = answer.get("data") or {}
+        if answer.get("type") == "observation" and "observation" in content:
+            return content
+        code, message = content.get("code"), content.get("errors") or content.get("message") or answer
+        if kind == "step" and code in INVALID:
+            raise ToolError(f"This is not an action: {json.dumps(message, ensure_ascii=False, default=str)[:2000]}")
+        if code == CAPACITY:
+            raise ToolFailure(f"the server is full: {message}", code="tool_capacity", retryable=True)
+        raise ToolFailure(f"the server refused a {kind}: {code}: {message}", code="tool_server_failed")
+
+    def _action(self, text: str) -> dict[str, Any]:
+        fields, required = _fields(self._schema)
+        stripped = text.strip()
+        try:
+            action: Any = json.loads(stripped)
+        except ValueError:
+            action = None
+        if isinstance(action, dict):
+            return cast("dict[str, Any]", action)
+        if len(required) == 1 and fields[required[0]].get("type") == "string":
+            return {required[0]: stripped}
+        raise ToolError(f"This is not an action: {self._form()}")
+
+    def _form(self) -> str:
+        """What an action looks like, for the model."""
+        fields, required = _fields(self._schema)
+        if len(required) == 1 and fields[required[0]].get("type") == "string":
+            return ""
+        shown = {
+            name: {key: part[key] for key in ("type", "description", "enum") if key in part}
+            for name, part in fields.items()
+        }
+        return f"Answer with one JSON object and nothing else. Its fields: {json.dumps(shown, ensure_ascii=False)}"
+
+
+def _fields(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fields of an action, and the names of the required ones."""
+    action: Any = schema.get("action") or {}
+    properties: dict[str, Any] = action.get("properties") or {}
+    fields = {name: part for name, part in properties.items() if name not in SERVERS_FIELDS}
+    return fields, [name for name in action.get("required") or () if name in fields]
+
+
+def _shown(observation: Any) -> str:
+    """An observation as text: its only field of text, or all fields as JSON."""
+    if not isinstance(observation, dict):
+        return str(observation)
+    seen = {name: value for name, value in cast("dict[str, Any]", observation).items() if name not in HIDDEN}
+    if len(seen) == 1 and isinstance(only := next(iter(seen.values())), str):
+        return only
+    return json.dumps(seen, ensure_ascii=False, default=str)
+
+
+def _awaited_schema(url: str, process: subprocess.Popen[bytes] | None) -> Mapping[str, Any]:
+    deadline = time.monotonic() + (START_SECONDS if process is not None else REQUEST_SECONDS)
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/schema", timeout=REQUEST_SECONDS) as answer:  # noqa: S310 - http(s)
+                return cast("Mapping[str, Any]", json.loads(answer.read(LARGEST_MESSAGE)))
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            if process is not None and process.poll() is not None:
+                raise UserInputError(f"openenv.app: the server ended with {process.returncode}; see above") from error
+            if time.monotonic() > deadline:
+                raise UserInputError(f"openenv: {url}/schema does not answer as OpenEnv's does: {error}") from error
+        time.sleep(POLL_SECONDS)
+
+
+def _lost(message: str) -> ToolFailure:
+    return ToolFailure(message, code="tool_server_lost", retryable=True, boundary=Boundary.TOOL)

@@ -1,0 +1,161 @@
+"""The process that imports a tool once, as the tool service sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from kestrl._shared import process_guard
+from kestrl_tools.process.frames import Message, ask, receive
+from kestrl_tools.process.host import HostSettings
+from kestrl_tools.process.sources import link_sources
+
+KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
+"""Variables that somebody else's environment inherits: none with a credential."""
+
+
+class HostProcess:
+    """A running host."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        write_end: int,
+        requests: socket.socket,
+        control: socket.socket,
+        folder: tempfile.TemporaryDirectory[str] | None,
+    ) -> None:
+        self._process, self._write_end, self._folder = process, write_end, folder
+        self.requests, self._control = requests, control
+        self._ended: dict[int, asyncio.Future[int | None]] = {}
+        self._next = 0
+        self.gone = False
+        """Whether the host has ended."""
+
+    @classmethod
+    def spawn(cls, settings: HostSettings) -> HostProcess:
+        """Starts the process without waiting for it."""
+        ours, theirs = socket.socketpair()
+        control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        read_end, write_end = os.pipe()
+        fds = (theirs.fileno(), their_control.fileno())
+        command = ("-m", "kestrl_tools.process.host", "--requests", str(fds[0]), "--control", str(fds[1]))
+        environment = settings.entry.environment
+        python = sys.executable if environment is None or environment.python is None else environment.python
+        folder = None if python == sys.executable else tempfile.TemporaryDirectory(prefix="kestrl-environment-")
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [
+                    *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0"),
+                    *(python, *command),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=2,  # output of a tool goes to the log of the service
+                pass_fds=(*fds, read_end),
+                # Without the service's credentials, so that a tool cannot act as the service.
+                env=_variables(None if folder is None else folder.name, ours=environment is None),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(write_end)
+            if folder is not None:
+                folder.cleanup()
+            raise
+        finally:
+            for end in (theirs, their_control):
+                end.close()
+            os.close(read_end)
+        assert process.stdin is not None
+        with process.stdin as given, suppress(BrokenPipeError):
+            given.write(settings.model_dump_json().encode())
+        return cls(process, write_end, ours, control, folder)
+
+    async def asked(self, message: Message | None, seconds: float) -> Message:
+        """The answer to a request, or the greeting; raises OSError if the host ended or is late."""
+        if message is None:
+            self.requests.settimeout(seconds)
+            return await asyncio.to_thread(receive, self.requests)
+        return await asyncio.to_thread(ask, self.requests, message, seconds)
+
+    def watch(self) -> None:
+        """Notices from now on which processes have ended."""
+        self._control.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._notified)
+
+    def _notified(self) -> None:
+        try:
+            data = self._control.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            ended: Message = json.loads(data)
+            if (future := self._ended.pop(ended["session"], None)) is not None and not future.done():
+                future.set_result(ended["status"])
+            return
+        self.gone = True
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        for future in self._ended.values():
+            if not future.done():
+                future.set_result(None)
+        self._ended.clear()
+
+    def open(self) -> tuple[int, socket.socket, asyncio.Future[int | None]]:
+        """Forks the process of a session: its id, the connection, and its exit status once it has ended.
+
+        Raises:
+            OSError: The host has ended.
+        """
+        self._next += 1
+        ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                command = json.dumps({"op": "open", "session": self._next}).encode()
+                socket.send_fds(self._control, [command], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        self._ended[self._next] = ended
+        return self._next, ours, ended
+
+    def kill(self, session: int) -> None:
+        """Kills the process of a session with all that it started."""
+        if session in self._ended:
+            with suppress(OSError):  # the host has ended, and its guard kills what is left
+                self._control.send(json.dumps({"op": "kill", "session": session}).encode())
+
+    async def end(self) -> None:
+        """Ends the host and all its descendants."""
+        with suppress(ValueError, OSError):
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self.requests.close()
+        self._control.close()
+        os.close(self._write_end)
+        await asyncio.shield(asyncio.to_thread(self._process.wait))
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _variables(sources: str | None, *, ours: bool) -> dict[str, str]:
+    """Variables of a host: without the service's credentials, so that a tool cannot act as the service.
+
+    Args:
+        sources: Folder with our packages for another interpreter; None for this one.
+        ours: Whether what it imports belongs to the job's own code; else it gets no credential of any kind.
+    """
+    if ours:
+        return {name: value for name, value in os.environ.items() if not name.startswith("KESTRL_")}
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    if sources is None:
+        return kept
+    link_sources(Path(sources))
+    return {**kept, "PYTHONPATH": sources, "PYTHONUNBUFFERED": "1"}

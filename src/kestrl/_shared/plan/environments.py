@@ -1,0 +1,97 @@
+"""The environment of a job as an entry of the tool service, and what its interpreter has. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kestrl._shared.plan.settings.tools import EnvironmentEntry, ProcessEntry, ToolEntry
+from kestrl._shared.plan.site import Site
+from kestrl._shared.spec.environments import NAME, Environment
+from kestrl._shared.spec.job import JobSpec
+
+HOST_REQUIREMENTS = ("docstring-parser>=0.16", "jsonschema-rs>=0.33", "pydantic>=2.11", "typing-extensions>=4.12")
+"""What the host of an environment imports beside the standard library."""
+KIND_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "reasoningGym": ("reasoning-gym",),
+    "openenv": ("websockets>=14",),
+}
+"""What the adapter of a kind imports; requirements of the manifest for the same package replace them."""
+ADAPTERS: Mapping[str, str] = {
+    "reasoningGym": "kestrl_tools.environments.reasoning_gym:ReasoningGym",
+    "openenv": "kestrl_tools.environments.openenv:OpenEnv",
+}
+"""Import path of the adapter of a kind."""
+WAIT_SHARE = 0.8
+"""Share of the deadline of a call that an episode waits for a place, so that the rest begins it."""
+PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def environment_requirements(environment: Environment) -> tuple[str, ...]:
+    """What is installed for an environment: the manifest's requirements, and those of host and adapter that it does
+    not name.
+    """
+    named = {_package(each) for each in environment.python.requirements}
+    needed = (*KIND_REQUIREMENTS.get(environment.kind, ()), *HOST_REQUIREMENTS)
+    return (*environment.python.requirements, *(each for each in needed if _package(each) not in named))
+
+
+def _package(requirement: str) -> str:
+    """Name of the package of a requirement, in the form in which equal names are equal."""
+    name = PACKAGE.match(requirement)
+    return re.sub(r"[-_.]+", "-", name[0] if name else "").lower()
+
+
+def offers_tools(spec: JobSpec) -> bool:
+    """Whether the environment of a job may offer tools to the model."""
+    environment = spec.environment
+    return environment is not None and (environment.trl is not None or environment.adapter is not None)
+
+
+def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
+    """The environment of a job as an entry of the tool service; none if it has none."""
+    environment = spec.environment
+    if environment is None:
+        return ()
+    rollout = spec.rollout
+    episodes, deadline = rollout.replicas * rollout.concurrency, rollout.deadlines.tool
+    return (environment_entry(environment, site.environment_python, episodes=episodes, deadline=deadline),)
+
+
+def environment_entry(environment: Environment, python: str | None, *, episodes: int, deadline: float) -> ToolEntry:
+    """An environment as an entry of the tool service.
+
+    Args:
+        environment: The environment.
+        python: Its interpreter.
+        episodes: Those that workers run at the same time.
+        deadline: That of a call of a tool, in seconds.
+    """
+    use, config = _adapter(environment)
+    return ToolEntry(
+        name=NAME,
+        use=use,
+        config=config,
+        process=ProcessEntry(memory_mb=environment.memory_mb),
+        environment=EnvironmentEntry(
+            python=python,
+            acts=environment.trl is None,
+            sessions=environment.sessions or episodes,
+            wait_seconds=WAIT_SHARE * deadline,
+            start_seconds=environment.start_timeout,
+        ),
+    )
+
+
+def _adapter(environment: Environment) -> tuple[str, dict[str, Any]]:
+    """Import path and keyword arguments of the class that plays an environment."""
+    if environment.trl is not None:
+        return environment.trl.use, {}
+    if environment.adapter is not None:
+        return environment.adapter.use, dict(environment.adapter.config)
+    if environment.reasoning_gym is not None:
+        gym = environment.reasoning_gym
+        return ADAPTERS["reasoningGym"], {"generator": gym.generator, "settings": gym.config}
+    assert environment.openenv is not None
+    return ADAPTERS["openenv"], {"url": environment.openenv.url, "app": environment.openenv.app}

@@ -1,0 +1,108 @@
+"""The models of `spec.environment`: somebody's task with its own reset, steps and score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kestrl._shared.spec.model import Model, PositiveInt
+from kestrl._shared.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject
+
+Requirement = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._, -]+\])?\s*[^\n#]*$", max_length=500)
+]
+PythonVersion = Annotated[str, Field(pattern=r"^3\.(1[1-9]|[2-9][0-9])(\.[0-9]+)?$")]
+GeneratorName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+NAME = "environment"
+"""Name of the environment of a job: in `Episode.environments`, and of its entry in the tool service."""
+
+
+class EnvironmentPython(Model):
+    """The interpreter of an environment."""
+
+    requirements: Annotated[list[Requirement], Field(max_length=256)] = []
+    """Packages that are installed in it, as pip takes them, such as `reasoning-gym==0.1.25`; once for each list."""
+    version: PythonVersion | None = None
+    """Version of Python, from 3.11, such as 3.12. Default: that of KestRL."""
+
+
+class AdapterEnvironment(Model):
+    """An adapter of your own: a class with `reset`, `act` or tools, and `get_reward`."""
+
+    use: ImportPath
+    """Import path of the class, beside the manifest or in a package of `python.requirements`."""
+    config: JsonObject = {}
+    """Keyword arguments of the class."""
+
+
+class TrlEnvironment(Model):
+    """A class for TRL's `environment_factory`, unchanged: its public methods are tools, `get_reward` is its reward."""
+
+    use: ImportPath
+    """Import path of the class, beside the manifest or in a package of `python.requirements`."""
+
+
+class ReasoningGymEnvironment(Model):
+    """A generator of reasoning-gym: one question, one answer."""
+
+    generator: GeneratorName
+    """Name of the generator, such as chain_sum."""
+    config: JsonObject = {}
+    """Settings of the generator, the same as those of `kestrl data reasoning-gym`; rows have seed and position."""
+
+
+class OpenEnvEnvironment(Model):
+    """A server of OpenEnv whose actions are the model's turns."""
+
+    url: BaseUrl | None = None
+    """URL of a running server, such as http://127.0.0.1:8000."""
+    app: ImportPath | None = None
+    """Import path of the server's application, which is started with the environment, such as
+    echo_env.server.app:app."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.url is None) == (self.app is None):
+            raise ValueError("give `url` of a running server or `app` to start one, and one of them only")
+        return self
+
+
+class Environment(Model):
+    """The environment of a job, in place of `tools`."""
+
+    trl: TrlEnvironment | None = None
+    openenv: OpenEnvEnvironment | None = None
+    reasoning_gym: ReasoningGymEnvironment | None = None
+    adapter: AdapterEnvironment | None = None
+    python: EnvironmentPython = EnvironmentPython()
+    """Its interpreter, in which nothing of KestRL's services runs."""
+    sessions: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Episodes that it plays at the same time; further ones wait for a place within `rollout.deadlines.tool`. Default:
+    as many as the workers run."""
+    start_timeout: Duration = 600.0
+    """Time limit of its start: importing it, and starting its server."""
+    memory_mb: PositiveInt | None = None
+    """Maximum memory of one episode in MiB, in addition to what the imported module takes. Default: no limit."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if len(self._kinds) != 1:
+            raise ValueError("give `trl`, `openenv`, `reasoningGym` or `adapter`, and one of them only")
+        return self
+
+    @property
+    def _kinds(self) -> Mapping[str, Model]:
+        kinds = {
+            "trl": self.trl,
+            "openenv": self.openenv,
+            "reasoningGym": self.reasoning_gym,
+            "adapter": self.adapter,
+        }
+        return {name: kind for name, kind in kinds.items() if kind is not None}
+
+    @property
+    def kind(self) -> str:
+        """Name of the field with the kind."""
+        return next(iter(self._kinds))

@@ -1,0 +1,63 @@
+"""The environment of a job: its kinds, what it stands in place of, and what its interpreter has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrl._shared.plan.environments import environment_requirements
+from kestrl._shared.spec import AgentRLJob, ProblemsError, parse_job
+from kestrl._shared.spec.environments import Environment
+
+
+def job(**spec: Any) -> AgentRLJob:
+    return parse_job(
+        {
+            "apiVersion": "kestrl.dev/v1alpha1",
+            "kind": "AgentRLJob",
+            "metadata": {"name": "mine"},
+            "spec": {"model": {"base": "demo://tiny"}, "data": {"train": {"uri": "rows.jsonl"}}, **spec},
+        }
+    )
+
+
+GYM = {"reasoningGym": {"generator": "chain_sum"}}
+
+
+def test_its_own_reward_is_that_of_a_job_that_names_none() -> None:
+    (reward,) = job(environment=GYM).spec.rewards
+    assert (reward.rule, reward.weight) == ("environment_reward", 1.0)
+    (named,) = job(environment=GYM, rewards=[{"rule": "format"}]).spec.rewards
+    assert named.rule == "format"
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"environment": {}}, "give `trl`, `openenv`, `reasoningGym` or `adapter`, and one of them only"),
+        ({"environment": {**GYM, "trl": {"use": "mine:Env"}}}, "and one of them only"),
+        ({"environment": {"openenv": {}}}, "give `url` of a running server or `app` to start one"),
+        ({"environment": GYM, "tools": [{"use": "mine:tool"}]}, "spec.tools: stand beside spec.environment"),
+        ({"environment": GYM, "agent": {"loop": "single_turn"}}, "spec.agent.loop: single_turn plays no environment"),
+        ({"environment": {**GYM, "python": {"version": "3.9"}}}, "spec.environment.python.version"),
+        ({"environment": {**GYM, "python": {"requirements": ["-e ."]}}}, "spec.environment.python.requirements"),
+        (
+            {"environment": GYM, "rewards": [{"rule": "environment_reward", "config": {"weights": {"done": "1"}}}]},
+            "spec.rewards[0].config.weights.done: must be a number",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_field(spec: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        job(**spec)
+    assert problem in str(caught.value)
+
+
+def test_requirements_of_the_manifest_replace_those_of_the_adapter() -> None:
+    own = Environment.model_validate({**GYM, "python": {"requirements": ["Reasoning_Gym==0.1.25", "pydantic<3"]}})
+    requirements = environment_requirements(own)
+    assert requirements[:2] == ("Reasoning_Gym==0.1.25", "pydantic<3")
+    assert "reasoning-gym" not in requirements
+    assert not [each for each in requirements[2:] if each.startswith("pydantic")]
+    assert "reasoning-gym" in environment_requirements(Environment.model_validate(GYM))

@@ -57,6 +57,29 @@ class RolloutCheck(Model):
     """Files of the data sets, by name."""
 
 
+NOTHING, TRYING, SOLUTION = "nothing", "trying", "solution"
+"""Kinds of plays: no action and no answer, a wrong one, and that of a perfect player."""
+
+
+class PlaysCheck(Model):
+    """Input of the plays of a job without a model."""
+
+    tools: ToolsSettings
+    data: DataSettings
+    rows: int
+    """Rows that are played, the first ones."""
+
+
+class PlayedCheck(Model):
+    """Input of the scores of plays."""
+
+    judge: JudgeSettings
+    data: DataSettings
+    max_turns: int
+    rows: tuple[dict[str, Any], ...]
+    """What was played of each row."""
+
+
 class JudgeCheck(Model):
     """Input of the test bank of judges."""
 

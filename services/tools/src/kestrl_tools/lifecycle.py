@@ -10,6 +10,7 @@ from kestrl.errors import KestrlError, UserInputError, described, text_of
 from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolProvider
 from kestrl_tools.catalogue import Tool, load_tools, providers_of, stop_all
+from kestrl_tools.environments.provider import is_environment
 from kestrl_tools.execution import guarded
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -47,11 +48,14 @@ async def start_all(tools: Mapping[str, Tool]) -> None:
 async def start(provider: ToolProvider) -> None:
     """Starts a provider; raises as `start_all` does."""
     name = provider.name
+    place, hook = f"tool {name}: config", f"tool {name}: start_service"
+    if is_environment(provider):
+        place = hook = "spec.environment"
     try:
         await guarded(name, provider.start())
     except UserInputError as error:
-        raise UserInputError(f"tool {name}: config: {error}") from error
+        raise UserInputError(f"{place}: {error}") from error
     except ToolError as error:
-        raise UserInputError(f"tool {name}: start_service: {described(error)}") from error
+        raise UserInputError(f"{hook}: {described(error)}") from error
     except KestrlError as error:
-        raise UserInputError(f"tool {name}: start_service: {text_of(error)}") from error
+        raise UserInputError(f"{hook}: {text_of(error)}") from error

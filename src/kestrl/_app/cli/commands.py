@@ -47,6 +47,7 @@ COMMANDS = {
         "jobs",
         "Check whether this machine can run a job and report what is missing. Exit code 2 if anything is.",
     ),
+    "env": Listed("environments", "Check a job's environment, tools and rewards without a model, before training."),
     "engine": Listed("engines", "Install inference engines, each in an environment of its own."),
     "schema": Listed("jobs", "Print the JSON Schema of a manifest."),
     "version": Listed("jobs", "Print the version."),

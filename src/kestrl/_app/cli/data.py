@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
+from kestrl._app.interpreters.listing import listed_rows
+from kestrl._app.local.site import interpreter_of
 from kestrl._app.tasks import arithmetic as arithmetic_data
 from kestrl._app.tasks.gsm8k import MathTool, read_gsm8k
 from kestrl._app.tasks.retool import read_retool
 from kestrl._app.tasks.word_problems import Form, generated
 from kestrl._app.tasks.writing import write_rows
+from kestrl._shared.spec.environments import Environment
 from kestrl.errors import UserInputError
 from kestrl.terminal import safe_line
 
@@ -103,6 +108,46 @@ def arithmetic(
         rows = arithmetic_data.rows(split, seed=seed, size=size)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command("reasoning-gym")
+def reasoning_gym(
+    generator: Annotated[str, typer.Argument(help="Name of the generator, such as chain_sum.", show_default=False)],
+    out: Out,
+    size: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks; validation data have another one.")] = 42,
+    config: Annotated[
+        str, typer.Option(help="Settings of the generator as JSON: those of the manifest's reasoningGym.config.")
+    ] = "{}",
+    package: Annotated[
+        list[str] | None,
+        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
+    ] = None,
+) -> None:
+    """List tasks of a generator of reasoning-gym as rows, each with its digest."""
+    environment = _reasoning_gym(generator, config, package or [])
+    assert environment.reasoning_gym is not None
+    python = interpreter_of(environment, field="--package")
+    wanted = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
+    rows = listed_rows(str(python), wanted, field=f"GENERATOR {generator}")
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+def _reasoning_gym(generator: str, config: str, packages: list[str]) -> Environment:
+    """The environment of a generator, as a manifest has it.
+
+    Raises:
+        UserInputError: An option is invalid.
+    """
+    try:
+        gym = {"generator": generator, "config": json.loads(config)}
+        return Environment.model_validate({"reasoningGym": gym, "python": {"requirements": packages}})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserInputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except ValueError as error:
+        raise UserInputError(f"--config: is no JSON: {error}") from error
 
 
 def register(app: typer.Typer) -> None:

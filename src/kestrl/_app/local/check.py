@@ -206,22 +206,8 @@ class _Check:
         return files
 
     def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
-        """Settings of each component as in a run, for a site without addresses."""
-        site = Site(
-            run="check",
-            endpoint=lambda _role, _index: NAMELESS,
-            model=model,
-            template=template,
-            train="",
-            validation=None,
-            storage="",
-            database="",
-            work_dir="",
-            environment_python=self._try(lambda: interpreter_of(self._job.spec.environment)),
-            python_path=(str(self._base.resolve()),),
-        )
-        components = plan(self._job, site)
-        return {item.role: item.settings for item in components if item.settings is not None}
+        python = self._try(lambda: interpreter_of(self._job.spec.environment))
+        return planned_settings(self._job, self._base, model=model, template=template, environment_python=python)
 
     def _ask(
         self,
@@ -329,6 +315,26 @@ class _Check:
                 f"spec.data.train: {len(rows) - skipped} usable rows x {spec.schedule.epochs} epochs do not fill one "
                 f"step of {wanted} groups; lower spec.algorithm.groupsPerStep, or give more rows"
             )
+
+
+def planned_settings(
+    job: AgentRLJob, base: Path, *, model: str, template: str | None, environment_python: str | None
+) -> dict[Role, Model]:
+    """Settings of each component as in a run, for a site without addresses."""
+    site = Site(
+        run="check",
+        endpoint=lambda _role, _index: NAMELESS,
+        model=model,
+        template=template,
+        train="",
+        validation=None,
+        storage="",
+        database="",
+        work_dir="",
+        environment_python=environment_python,
+        python_path=(str(base.resolve()),),
+    )
+    return {item.role: item.settings for item in plan(job, site) if item.settings is not None}
 
 
 def _model_problems(job: AgentRLJob, model: str) -> Iterator[Problem]:

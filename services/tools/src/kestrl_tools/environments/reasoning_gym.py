@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from kestrl.errors import ToolFailure
+from kestrl.errors import ToolFailure, UserInputError
 from kestrl.tools import ToolResult
 
 LARGEST_INDEX = 2**31 - 2
@@ -46,6 +46,18 @@ class ReasoningGym:
         self._score = 0.0
         self._dataset: Any = None
         self._entry: Any = None
+
+    @classmethod
+    def start_service(cls, generator: str, settings: dict[str, Any]) -> None:
+        """Imports the package, which takes seconds, once for all episodes; looks whether the generator has tasks.
+
+        Raises:
+            UserInputError: It does not exist, or its settings do not fit.
+        """
+        try:
+            dataset(generator, settings, seed=0, size=1)
+        except ValueError as error:
+            raise UserInputError(f"reasoningGym: {error}") from error
 
     def reset(self, index: int, seed: int, digest: str | None = None, prompt: Any = None) -> str:
         """The question, where the row has none.

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kestrl._shared import process_guard
+from kestrl._shared.sources import link_sources
 from kestrl_tools.process.frames import Message, ask, receive
 from kestrl_tools.process.host import HostSettings
-from kestrl_tools.process.sources import link_sources
 
 KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
 """Variables that somebody else's environment inherits: none with a credential."""

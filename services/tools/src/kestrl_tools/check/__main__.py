@@ -31,6 +31,8 @@ from kestrl_tools.tool_threads import ToolThreads
 
 MOST_PROBLEMS = 1000
 """Maximum number of reported rows."""
+CERTAIN = frozenset({"tool_result_invalid", "result_invalid", "row_changed", "row_invalid"})
+"""Codes of failures that do not depend on the machine."""
 TRIAL_SECONDS = 600.0
 """Lifetime of the session of a trial; the time limit of a call bounds each of its steps."""
 
@@ -99,7 +101,7 @@ async def _trials(
             await sessions.state(name)
         except ToolFailure as error:
             if error.code not in ("tool_kwargs_invalid", "kwargs_invalid"):  # reported with the row
-                certain = error.code in ("tool_result_invalid", "result_invalid")
+                certain = error.code in CERTAIN
                 yield Trial(f"{_field(tools, names)}: {error}", certain=certain)
         except KestrlError as error:
             yield Trial(f"{_field(tools, names)}: {name}: {error} (at {row.place})", certain=False)

@@ -1,4 +1,4 @@
-"""What the interpreter of an environment imports of ours: the packages beside which nothing else is importable."""
+"""What the interpreter of an environment imports of ours: linked packages, beside which nothing else is importable."""
 
 from __future__ import annotations
 

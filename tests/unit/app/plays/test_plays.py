@@ -1,0 +1,95 @@
+"""`kestrl env check`: it finds defects that were planted in rewards and environments, and none in sound ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl._app.plays import playing
+from kestrl._app.plays.playing import plays_of
+from kestrl._app.plays.verdict import Verdict
+from kestrl._shared.spec import parse_job
+
+PLANTED = Path(__file__).with_name("planted.py").read_text(encoding="utf-8")
+WORDS = ("lamp", "chair")
+Check = Callable[..., Verdict]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Plays the rows of a job whose environment runs in the interpreter of this test."""
+    monkeypatch.setattr(playing, "interpreter_of", lambda _: None)
+    (tmp_path / "planted_plays.py").write_text(PLANTED, encoding="utf-8")
+
+    def run(**spec: Any) -> Verdict:
+        rows = ({"word": word} if "environment" in spec else {"prompt": "?", "answer": word} for word in WORDS)
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        job = parse_job(
+            {
+                "apiVersion": "kestrl.dev/v1alpha1",
+                "kind": "AgentRLJob",
+                "metadata": {"name": "planted"},
+                "spec": {"model": {"base": "demo://tiny"}, "data": {"train": {"uri": "rows.jsonl"}}, **spec},
+            }
+        )
+        return plays_of(job, base=tmp_path, cache_dir=tmp_path, rows=8)
+
+    return run
+
+
+def environment(name: str) -> dict[str, Any]:
+    return {"adapter": {"use": f"planted_plays:{name}"}}
+
+
+def rules(name: str) -> list[dict[str, Any]]:
+    return [{"rule": f"planted_plays:{name}"}]
+
+
+def test_a_sound_environment_has_no_finding(check: Check) -> None:
+    found = check(environment=environment("Sound"))
+    assert (found.problems, found.warnings) == ([], [])
+    assert found.summary == "doing nothing earns 0, a wrong answer earns 0, the solution earns 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("AlwaysZero", "every play of every row earns 0, so that there is nothing to learn from"),
+        ("PaysForNothing", "doing nothing earns as much as the solution: at "),
+        ("Changes", "the solution earns another reward the second time: at "),
+        ("Unlike", "reset shows something else the second time: at "),
+        ("Raises", "the solution has no reward: "),
+    ],
+)
+def test_a_defect_of_an_environment_is_found(check: Check, name: str, problem: str) -> None:
+    found = check(environment=environment(name))
+    assert [each for each in found.problems if each.startswith(problem)], found.problems
+
+
+def test_a_solution_in_the_prompt_is_a_warning(check: Check) -> None:
+    found = check(environment=environment("Tells"))
+    assert found.problems == []
+    assert found.warnings[0].startswith("the solution stands in the prompt: at ")
+
+
+def test_a_sound_rule_has_no_finding(check: Check) -> None:
+    found = check(rewards=rules("sound"))
+    assert found.problems == []
+    assert found.ranges["solution"] == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("always_zero", "every play of every row earns 0, so that there is nothing to learn from"),
+        ("pays_for_nothing", "doing nothing earns as much as the solution: at "),
+        ("changes", "earns another reward the second time: at "),
+    ],
+)
+def test_a_defect_of_a_rule_is_found(check: Check, name: str, problem: str) -> None:
+    found = check(rewards=rules(name))
+    assert [each for each in found.problems if problem in each], found.problems

@@ -46,14 +46,14 @@ def _rule(entry: RewardEntry, runner: asyncio.Runner) -> Rule:
 
 
 def _row(played: dict[str, Any], row: DataRow, rules: Sequence[Weighted], max_turns: int) -> dict[str, list[Any]]:
-    """Rewards of the plays of a row by their kind. Where its environment names no solution, the ground truth is one."""
+    """Rewards of the plays of a row by their kind. Where no environment played it, the ground truth is an answer."""
     plays: dict[str, list[dict[str, Any]]] = played["plays"]
     rewards = {name: [_reward(play, row, rules, max_turns) for play in several] for name, several in plays.items()}
-    truth = row.scenario.ground_truth
-    if SOLUTION not in rewards and isinstance(truth, str | int | float) and not isinstance(truth, bool):
+    wanted = row.scenario.ground_truth
+    if played["answers"] and isinstance(wanted, str | int | float) and not isinstance(wanted, bool):
         base = next((play for several in plays.values() for play in several if "failure" not in play), None)
         if base is not None:
-            forms = [{**base, "turns": [form.format(truth)]} for form in FORMS]
+            forms = [{**base, "turns": [form.format(wanted)]} for form in FORMS]
             rewards[SOLUTION] = _best([[_reward(play, row, rules, max_turns) for _ in range(2)] for play in forms])
     return rewards
 

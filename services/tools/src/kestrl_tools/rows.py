@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from kestrl._shared.environment_rows import reset_arguments
+from kestrl._shared.environments import reset_arguments
 from kestrl.episode import Scenario
 from kestrl.errors import ToolFailure
 from kestrl.tools.provider import Kwargs

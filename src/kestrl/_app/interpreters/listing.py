@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrl._app.interpreters.places import without_python
-from kestrl._shared.sources import link_sources
+from kestrl._shared.environments import link_sources
 from kestrl.errors import UserInputError
 
 MODULE = "kestrl_tools.environments.listing"

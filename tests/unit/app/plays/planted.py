@@ -58,7 +58,7 @@ class Changes(Sound):
         return random.random()
 
 
-class Tells(Sound):
+class Leaks(Sound):
     def reset(self, word: str) -> str:
         return f"{super().reset(word)} (It is {word}.)"
 

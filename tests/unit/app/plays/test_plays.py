@@ -71,7 +71,7 @@ def test_a_defect_of_an_environment_is_found(check: Check, name: str, problem: s
 
 
 def test_a_solution_in_the_prompt_is_a_warning(check: Check) -> None:
-    found = check(environment=environment("Tells"))
+    found = check(environment=environment("Leaks"))
     assert found.problems == []
     assert found.warnings[0].startswith("the solution stands in the prompt: at ")
 

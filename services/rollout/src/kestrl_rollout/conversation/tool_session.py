@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kestrl._shared import rpc
-from kestrl._shared.environment_rows import reset_arguments
+from kestrl._shared.environments import reset_arguments
 from kestrl._shared.rpc.codec import sandboxes_from_proto
 from kestrl._shared.text.chat import Chat
 from kestrl._shared.text.toolset import NO_TOOLS, ToolSet

@@ -69,7 +69,14 @@ async def _of_tools(tools: Mapping[str, Tool], sessions: Sessions, row: DataRow)
                 plays[name].append({"failure": str(error)})
             finally:
                 await sessions.close(row.place)
-    return {"ordinal": row.scenario.ordinal, "place": row.place, "plays": plays, "solution": None, "apart": True}
+    return {
+        "ordinal": row.scenario.ordinal,
+        "place": row.place,
+        "plays": plays,
+        "solution": None,
+        "apart": True,
+        "answers": True,
+    }
 
 
 class _Environment:
@@ -86,7 +93,7 @@ class _Environment:
             NOTHING: [await self._play(kwargs, []) for _ in range(2)],
             TRYING: [await self._play(kwargs, attempt) for _ in range(2)],
         }
-        solution = await self._solution(kwargs)
+        solution = await self._solution(kwargs) or self._expected(row)
         if solution is not None:
             plays[SOLUTION] = [await self._play(kwargs, solution) for _ in range(2)]
         apart = await self._apart(kwargs, plays[NOTHING][0], solution if solution is not None else attempt)
@@ -97,6 +104,7 @@ class _Environment:
             "prompt": "\n".join(said["content"] for said in row.scenario.messages),
             "solution": solution,
             "apart": apart,
+            "answers": False,
         }
 
     async def _solution(self, kwargs: Kwargs) -> list[Any] | None:
@@ -111,6 +119,12 @@ class _Environment:
         except (KestrlError, ToolError, TimeoutError):
             return None  # the plays of the row report it
         return gold if gold is None or is_list(gold) else [gold]
+
+    def _expected(self, row: DataRow) -> list[Any] | None:
+        """The ground truth of a row as a turn, where the environment takes turns and names no solution."""
+        wanted = row.scenario.ground_truth
+        usable = isinstance(wanted, str | int | float) and not isinstance(wanted, bool)
+        return [str(wanted)] if usable and self._provider.acts else None
 
     async def _apart(self, kwargs: Kwargs, alone: Play, turns: Sequence[Any]) -> bool:
         """Whether an episode without a turn ends as it does alone while another one of the row is played."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import IO, Any, ClassVar, cast
 
 from kestrl.errors import Boundary, ToolFailure, UserInputError
 from kestrl.tools import ToolError, ToolResult
@@ -56,16 +58,24 @@ class OpenEnv:
             UserInputError: It does not answer as a server of OpenEnv.
         """
         process: subprocess.Popen[bytes] | None = None
+        log: IO[bytes] | None = None
         if app is not None:
             with socket.socket() as listener:
                 listener.bind((LOOPBACK, 0))
                 port = listener.getsockname()[1]
             command = (sys.executable, "-m", "uvicorn", app, "--host", LOOPBACK, "--port", str(port))
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)  # noqa: S603 - the manifest's app
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - the server's, for as long as it lives
+            process = subprocess.Popen(  # noqa: S603 - the manifest's app
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the manifest's folder, too
+            )
             url = f"http://{LOOPBACK}:{port}"
         assert url is not None
         cls._url = url.rstrip("/")
-        cls._schema = _awaited_schema(cls._url, process)
+        cls._schema = _awaited_schema(cls._url, process, log)
 
     def reset(self, prompt: Any = None, reset: Mapping[str, Any] | None = None) -> str:
         """Begins the episode; what the environment shows first.
@@ -169,7 +179,7 @@ def _shown(observation: Any) -> str:
     return json.dumps(seen, ensure_ascii=False, default=str)
 
 
-def _awaited_schema(url: str, process: subprocess.Popen[bytes] | None) -> Mapping[str, Any]:
+def _awaited_schema(url: str, process: subprocess.Popen[bytes] | None, log: IO[bytes] | None) -> Mapping[str, Any]:
     deadline = time.monotonic() + (START_SECONDS if process is not None else REQUEST_SECONDS)
     while True:
         try:
@@ -177,10 +187,18 @@ def _awaited_schema(url: str, process: subprocess.Popen[bytes] | None) -> Mappin
                 return cast("Mapping[str, Any]", json.loads(answer.read(LARGEST_MESSAGE)))
         except (urllib.error.URLError, OSError, ValueError) as error:
             if process is not None and process.poll() is not None:
-                raise UserInputError(f"openenv.app: the server ended with {process.returncode}; see above") from error
+                raise UserInputError(f"openenv.app: the server ended: {_last_line(log)}") from error
             if time.monotonic() > deadline:
                 raise UserInputError(f"openenv: {url}/schema does not answer as OpenEnv's does: {error}") from error
         time.sleep(POLL_SECONDS)
+
+
+def _last_line(log: IO[bytes] | None) -> str:
+    if log is None:
+        return ""
+    log.seek(0)
+    lines = log.read(LARGEST_MESSAGE).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"
 
 
 def _lost(message: str) -> ToolFailure:

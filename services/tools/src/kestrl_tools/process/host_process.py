@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kestrl._shared import process_guard
-from kestrl._shared.sources import link_sources
+from kestrl._shared.environments import link_sources
 from kestrl_tools.process.frames import Message, ask, receive
 from kestrl_tools.process.host import HostSettings
 

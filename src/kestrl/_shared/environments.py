@@ -1,13 +1,28 @@
-"""What the interpreter of an environment imports of ours: linked packages, beside which nothing else is importable."""
+"""What the environment of a job gets: the columns of a row at its reset, and our packages in its interpreter."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from kestrl.episode import Json, Scenario
 from kestrl.errors import UserInputError
 
+ANSWER, GROUND_TRUTH = "answer", "ground_truth"
 PACKAGES = ("kestrl", "kestrl_tools")
+
+
+def reset_arguments(scenario: Scenario) -> dict[str, Json]:
+    """The columns of a row, as keyword arguments of `reset`: those without a meaning for KestRL, and the prompt and the
+    ground truth where there are some.
+    """
+    columns: dict[str, Any] = dict(scenario.metadata)
+    if scenario.messages:
+        columns.setdefault("prompt", list(scenario.messages))
+    if scenario.ground_truth is not None and ANSWER not in columns:
+        columns.setdefault(GROUND_TRUTH, scenario.ground_truth)
+    return columns
 
 
 def link_sources(folder: Path) -> None:

@@ -202,6 +202,16 @@ class Conversation(Protocol):
         ...
 
     @property
+    def deadline(self) -> float:
+        """Unix seconds at which the episode's deadline passes."""
+        ...
+
+    @property
+    def limit(self) -> StopReason | None:
+        """The limit of the episode that was reached first, if any: no call samples after it."""
+        ...
+
+    @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
         """The conversation so far, as text."""
         ...
@@ -209,6 +219,11 @@ class Conversation(Protocol):
     @property
     def metrics(self) -> MutableMapping[str, float]:
         """Metrics of the episode; a loop may add its own."""
+        ...
+
+    @property
+    def info(self) -> MutableMapping[str, Json]:
+        """Facts of the episode for rules and people, recorded as `Episode.info`; a loop may add its own."""
         ...
 
     @property

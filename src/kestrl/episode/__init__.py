@@ -110,6 +110,10 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The context or the token budget is full."""
+    AGENT_LIMIT = "agent_limit"
+    """A limit of the agent's own ended the run, such as LangGraph's limit of recursion."""
+    MODEL_BEHAVIOR = "model_behavior"
+    """The agent gave up on what the model wrote, such as a call that its framework cannot read."""
     FAILED = "failed"
     """Something other than the model failed; see `Episode.failure`."""
 
@@ -230,6 +234,8 @@ class Episode:
     """Final state of each environment with a `state()` or a `get_reward()` method, by name."""
     scoring: Mapping[str, Json] = field(default_factory=dict[str, Any])
     """Component of the reward to what it reports for people, such as an explanation."""
+    info: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    """What the run of an [agent by URL](existing-agents.md) reported for rules and people."""
     main_row: int | None = None
     """The row that carries the task; others, such as those of sub-agents, are trained with it as one episode. None if
     there is no row, or it is not known."""

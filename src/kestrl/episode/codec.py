@@ -198,6 +198,7 @@ def episode_to_proto(episode: Episode) -> pb.Episode:
         environments_json=dump_json(episode.environments) if episode.environments else "",
         scoring_json=dump_json(episode.scoring) if episode.scoring else "",
         answer=episode.answer,
+        info_json=dump_json(episode.info) if episode.info else "",
         main_row=episode.main_row,
     )
 
@@ -229,6 +230,7 @@ def episode_from_proto(message: pb.Episode) -> Episode:
         environments=_load(message.environments_json, {}),
         scoring=_load(message.scoring_json, {}),
         answer=message.answer if message.HasField("answer") else None,
+        info=_load(message.info_json, {}),
         main_row=message.main_row if message.HasField("main_row") else None,
     )
 

@@ -43,6 +43,7 @@ def make_attempt(
     environments: Mapping[str, Json] | None = None,
     stop_reason: StopReason = StopReason.ANSWERED,
     loop_reward: float | None = None,
+    info: Mapping[str, Json] | None = None,
     max_turns: int = 10,
 ) -> Attempt:
     """A finished episode with the given texts as turns, each one token long.
@@ -56,6 +57,7 @@ def make_attempt(
         environments: The final state of each environment.
         stop_reason: Why the episode ended.
         loop_reward: What the agent loop returned.
+        info: What the run of an agent by URL reported.
         max_turns: The job's limit.
     """
     said: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
@@ -85,6 +87,7 @@ def make_attempt(
         started_at=0.0,
         seconds=1.0,
         loop_reward=loop_reward,
+        info=dict(info or {}),
         environments=dict(environments or {}),
     )
     return Attempt(scenario=scenario, episode=episode, max_turns=max_turns)

@@ -197,4 +197,5 @@ def _episode(group: str, scenario: str, index: int) -> Episode:
         rewards={} if failed else {"exact_answer": 0.5 - 0.5 * index},
         metrics={} if failed else {"answer_correct": 1.0 - index},
         environments={"Shop": {"basket": {"lamp": 2}}},
+        info={"steps": ["looked", "bought"]},
     )

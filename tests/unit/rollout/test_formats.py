@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.fakes.small_models import OWN_TEMPLATE, SHARED_TEMPLATES
 
-from kestrl._shared.spec.job import TOOL_CALL_FORMAT, Agent
+from kestrl._shared.spec.agent import TOOL_CALL_FORMAT, Agent
 from kestrl._shared.text.chat_template import Template
 from kestrl._shared.text.formats import detect
 from kestrl._shared.text.parser import TurnReader

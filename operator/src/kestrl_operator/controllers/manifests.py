@@ -186,7 +186,12 @@ def rendered_from(spec: Mapping[str, Any]) -> str:
 
 
 def _check_interpreter(job: AgentRLJob) -> None:
-    """Checks that the engine's interpreter is one of its image; raises `UserInputError`."""
+    """Checks that interpreters are those of images; raises `UserInputError`."""
+    if job.spec.agent.python is not None:
+        raise UserInputError(
+            "spec.agent.python: pods install nothing; make an image of the rollout workers that has the requirements "
+            "(patches), and remove the field"
+        )
     python = job.spec.inference.python
     if python is not None and not python.startswith("/"):
         raise UserInputError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network, ip_network
 from typing import Any
 
+from kestrl._shared.plan.agents import GATEWAY_PORT, agent_servers
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.judges import judge_servers, uses_own_engines
 from kestrl._shared.plan.planning import has_rank_pods
@@ -64,6 +65,7 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiS
     own = {
         Role.JUDGE: [*_judge_egress(job, spec, far_ports)],
         Role.TOOLS: [*_servers(tool_servers(spec), far_ports), *_claims_egress(spec, api_server)],
+        Role.ROLLOUT: [*_servers(agent_servers(spec.agent), far_ports)],
     }
     for role, callers in CALLERS.items():
         if role is Role.RANKS and not has_rank_pods(spec):
@@ -77,6 +79,7 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiS
                 "ingress": [
                     *_ingress(job, role, callers),
                     *_judge_ingress(job, role, spec),
+                    *_agent_ingress(role, spec),
                     *_ranks(job, role, spec, "from"),
                 ],
                 "egress": [
@@ -98,6 +101,14 @@ def _ranks(job: str, role: Role, spec: JobSpec, way: str) -> Iterator[Object]:
     """Between all ranks of the learner: backends of collectives choose their ports."""
     if role in {Role.LEARNER, Role.RANKS} and has_rank_pods(spec):
         yield {way: [_pods(job, Role.LEARNER), _pods(job, Role.RANKS)], "ports": [{"protocol": "TCP"}]}
+
+
+def _agent_ingress(role: Role, spec: JobSpec) -> Iterator[Object]:
+    """To the gateway of workers, from any pod: a policy does not know which has the agent, and each call needs the key
+    of its episode.
+    """
+    if role is Role.ROLLOUT and agent_servers(spec.agent):
+        yield {"from": [{"namespaceSelector": {}}], "ports": [{"port": GATEWAY_PORT, "protocol": "TCP"}]}
 
 
 def _judge_egress(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[Object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrl._shared.checking import RolloutCheck, run_check
+from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.text.chat import Chat, Message
 from kestrl._shared.text.chat_model import verify_start
 from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
@@ -18,6 +20,7 @@ from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.conversation.tool_session import expanded, unrendered
+from kestrl_rollout.hosts.opening import with_outside_agent
 from kestrl_rollout.loading import load_chat_model, load_job_loops
 
 MOST_PROBLEMS = 20
@@ -108,6 +111,12 @@ class RowCheck:
         self.seen.warnings[f"{row.place}: {problem}"] = None
 
 
+async def _loops(rollout: RolloutSettings) -> Loops:
+    """The job's loops, of which an agent outside of the worker was started once."""
+    async with with_outside_agent(load_job_loops(rollout), rollout.outside, rollout.python_path) as loops:
+        return loops
+
+
 def check(settings: RolloutCheck) -> dict[str, Any]:
     """Overlong rows by data set, as ordinal and token count, and warnings.
 
@@ -117,7 +126,7 @@ def check(settings: RolloutCheck) -> dict[str, Any]:
     """
     rollout = settings.rollout
     sys.path[:0] = rollout.python_path
-    loops = load_job_loops(rollout)
+    loops = asyncio.run(_loops(rollout))
     chat_model = load_chat_model(rollout, loops, started=datetime.now().astimezone())
     tools: list[ToolSchema] = []
     environments: dict[str, list[str]] = {}

@@ -106,6 +106,7 @@ def plan(
     from kestrl._app.local.check import fitted_job
     from kestrl._app.local.rundir import RunDir
     from kestrl._app.local.site import local_devices, relocated, reserved_ports, site_of
+    from kestrl._shared.plan.agents import outside_line
     from kestrl._shared.plan.planning import plan as make_plan
 
     if memory:
@@ -125,7 +126,7 @@ def plan(
         errors.print(f"warning: no devices are assigned: {safe_line(str(error))}", **PLAIN)
     with TemporaryDirectory() as scratch, reserved_ports(job, None) as reserved:  # generated data is discarded
         generated = Path(scratch).resolve()
-        site = site_of(job, folder, base, ports=reserved, cache_dir=generated, devices=devices)
+        site = site_of(job, folder, base, ports=reserved, cache_dir=generated, devices=devices, installs=False)
     site = relocated(site, generated, runs.resolve() / ".data")
     components = make_plan(job, site)
     if as_json:
@@ -156,6 +157,8 @@ def plan(
         device += f": {', '.join(item.device.indices)}" if item.device.indices else ""
         table.add_row(item.name, item.module, device, ports, ", ".join(secret.value for secret in item.secrets))
     console.print(table)
+    if line := outside_line(job.spec.agent):
+        console.print(safe_line(f"agent: {line}"), **PLAIN)
     for note in () if site.devices is None else site.devices.notes:
         console.print(note, **PLAIN)
 

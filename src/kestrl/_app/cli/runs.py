@@ -300,6 +300,8 @@ def show_episode(
         )
     for name, state in sorted(episode.environments.items()):
         typer.echo(safe_line(f"  environment {name}: {json.dumps(state, ensure_ascii=False)}"))
+    for name, reported in sorted(episode.info.items()):
+        typer.echo(safe_line(f"  info {name}: {json.dumps(reported, ensure_ascii=False)}"))
     for name, value in sorted(episode.rewards.items()):
         typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
     for name, value in sorted(episode.metrics.items()):

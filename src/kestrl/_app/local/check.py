@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import engine_warnings, interpreter_of, local_path
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
@@ -30,8 +31,7 @@ from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
 from kestrl._shared.spec.rules.job_rules import check
 from kestrl._shared.spec.rules.model_rules import fitted, model_problems
-from kestrl.data import locate_data
-from kestrl.data.locate import locate_model
+from kestrl.data.locate import locate_data, locate_model
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import LOCAL_SCHEMES, scheme_of
@@ -113,6 +113,7 @@ class _Check:
     def __init__(self, job: AgentRLJob, base: Path, cache_dir: Path) -> None:
         self._job, self._base, self._cache_dir = job, base, cache_dir
         self._found = Findings()
+        self._agent_python: str | None = None
 
     def run(self, *, data: bool, model: bool) -> Findings:
         found = self._found
@@ -120,6 +121,7 @@ class _Check:
         spec = self._job.spec
         found.problems += Secrets(self._job, self._base).problems()
         template = self._try(self._template)
+        self._agent_python = self._try(lambda: agent_python(spec.agent))
         files = self._files() if data else {}
         rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
         found.rows = {name: len(read) for name, read in rows.items()}
@@ -145,7 +147,8 @@ class _Check:
                 found.problems += _few(_unknown_tools(read, names))
             found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
-        if folder is not None and not tools.problems:
+        has_interpreter = spec.agent.python is None or self._agent_python is not None
+        if folder is not None and not tools.problems and has_interpreter:
             self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
         return found
 
@@ -207,7 +210,14 @@ class _Check:
 
     def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
         python = self._try(lambda: interpreter_of(self._job.spec.environment))
-        return planned_settings(self._job, self._base, model=model, template=template, environment_python=python)
+        return planned_settings(
+            self._job,
+            self._base,
+            model=model,
+            template=template,
+            environment_python=python,
+            agent_python=self._agent_python,
+        )
 
     def _ask(
         self,
@@ -318,7 +328,13 @@ class _Check:
 
 
 def planned_settings(
-    job: AgentRLJob, base: Path, *, model: str, template: str | None, environment_python: str | None
+    job: AgentRLJob,
+    base: Path,
+    *,
+    model: str,
+    template: str | None,
+    environment_python: str | None,
+    agent_python: str | None = None,
 ) -> dict[Role, Model]:
     """Settings of each component as in a run, for a site without addresses."""
     site = Site(
@@ -332,6 +348,7 @@ def planned_settings(
         database="",
         work_dir="",
         environment_python=environment_python,
+        agent_python=agent_python,
         python_path=(str(base.resolve()),),
     )
     return {item.role: item.settings for item in plan(job, site) if item.settings is not None}

@@ -12,6 +12,7 @@ from pathlib import Path
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_build, engine_python
 from kestrl._app.engines.variables import unused_variables
 from kestrl._app.interpreters import requirements
+from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.devices import LocalDevice, devices_for
 from kestrl._app.local.memory import machine_devices
 from kestrl._app.local.rundir import RunDir
@@ -186,9 +187,11 @@ def site_of(
     cache_dir: Path,
     devices: Mapping[str, Sequence[LocalDevice]] | None,
     environment_python: str | None = None,
+    installs: bool = True,
 ) -> Site:
     """The site of a run on this machine, with the `reserved_ports` of its listeners and the `local_devices` of its
-    profiles; without devices the plan assigns none. `environment_python` is the interpreter of the job's environment.
+    profiles; without devices the plan assigns none, and without `installs` the agent has no interpreter of its own.
+    `environment_python` is the interpreter of the job's environment.
 
     Raises:
         UserInputError: The model, the data or the template cannot be found, or there are not enough devices.
@@ -226,6 +229,7 @@ def site_of(
         engine_path=str(run.path / ENGINE_FOLDER),
         environment_python=environment_python,
         python_path=(str(manifest_dir.resolve()),),
+        agent_python=agent_python(spec.agent) if installs else None,
         devices=None if devices is None else machine_devices(job, needs, devices, model=model, cache_dir=cache_dir),
     )
 

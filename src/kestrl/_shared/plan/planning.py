@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from kestrl._shared.plan.agents import gateway_listen, outside_agent, with_gateway
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
@@ -170,7 +171,9 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "template": site.template,
             "template_arguments": spec.agent.template.arguments if spec.agent.template else {},
             "agent": spec.agent.loop,
-            "agent_config": spec.agent.config,
+            "agent_config": {} if spec.agent.outside else spec.agent.config,
+            "outside": outside_agent(spec.agent, site),
+            "gateway_listen": gateway_listen(spec.agent, site),
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,
             "agents_config": spec.agent.loops_config,
@@ -185,7 +188,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "call_seconds": spec.rollout.deadlines.tool,
         }
     )
-    return _component(Role.ROLLOUT, index, settings, site)
+    return with_gateway(_component(Role.ROLLOUT, index, settings, site), spec.agent, site)
 
 
 def gap_bounds(mean: float) -> GapBounds:

@@ -76,6 +76,8 @@ class Site:
     """Interpreter of the job's environment; None where it has none, or has not been made."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
+    agent_python: str | None = None
+    """Interpreter with the requirements of `agent.python`; None for that of the workers."""
     builds: Mapping[str, Build] = field(default_factory=lambda: BUILDS)
     """Builds by accelerator profile; the administrator of a cluster may add some."""
     workers: tuple[str, ...] | None = None

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kestrl._shared.spec.agent import Agent
 from kestrl._shared.spec.algorithms import Algorithm
 from kestrl._shared.spec.environments import Environment
 from kestrl._shared.spec.inference import Accelerator, Inference
@@ -30,7 +31,6 @@ from kestrl._shared.spec.scalars import (
     ImportPath,
     JobName,
     JsonObject,
-    TemplateArguments,
 )
 from kestrl._shared.spec.secrets import SecretRef
 from kestrl._shared.spec.tools import Tool
@@ -81,50 +81,6 @@ class Data(Model):
     """Validation data: evaluated before, during and after training, never trained on."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
     """Seed of the order of scenarios, of sampling, and of the adapter's initialisation."""
-
-
-class Template(Model):
-    """The chat template: a file in place of the model's own, and what it is rendered with."""
-
-    uri: Address | None = None
-    """A file in place of the model's own template."""
-    arguments: TemplateArguments = {}
-    """Variables of the template, such as `{enable_thinking: false}` of Qwen3's."""
-
-
-TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
-"""A built-in tool-call format, or `package.module:Format`."""
-LoopPath = Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")]
-LoopName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
-
-
-class Agent(Model):
-    """The agent: loop, limits and template."""
-
-    loop: LoopPath = "tool_agent"
-    """`tool_agent`, `single_turn`, or the import path of a loop (for KestRL or for verl)."""
-    loops: dict[LoopName, LoopPath] = {}
-    """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
-    used."""
-    config: JsonObject = {}
-    """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
-    episode."""
-    loops_config: dict[LoopName, JsonObject] = {}
-    """Keyword arguments of the loops of `loops`, by name."""
-    max_turns: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Maximum completions of one episode."""
-    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 2048
-    """Maximum sampled tokens of one episode. On one machine the default is at most half of the model's positions."""
-    max_tokens_per_turn: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] | None = None
-    """Maximum sampled tokens of one turn. Default: limited by maxTokens only."""
-    max_tool_tokens: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 1024
-    """Maximum tokens of an observation; longer ones are truncated with a marker."""
-    max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Maximum tool calls of one turn that are executed."""
-    template: Template | None = None
-    tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
-    """Tool-call format: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or the import path of a format.
-    Default: detected from the chat template; a template with an unknown format is refused if the job has tools."""
 
 
 class Reward(Model):

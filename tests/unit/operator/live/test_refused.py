@@ -58,6 +58,13 @@ async def test_an_environment_is_refused_by_its_field(stage: Stage) -> None:
     assert stage.children() == []
 
 
+async def test_requirements_that_pods_would_have_to_install_are_refused(stage: Stage) -> None:
+    await stage.operator()
+    stage.job(tools=[], agent={"run": "mine:agent", "maxTokens": 512, "python": {"requirements": ["openai"]}})
+    await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
+    assert "spec.agent.python: pods install nothing" in stage.condition("Accepted")[2]
+
+
 async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(applier, "FIRST_RETRY", 0.2)
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")

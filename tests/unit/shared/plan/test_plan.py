@@ -82,6 +82,17 @@ def test_config_reaches_the_loop_and_the_rewards() -> None:
     assert [entry.config for entry in judge.rewards] == [{"scale": 3}]
 
 
+def test_an_agent_outside_of_the_worker_reaches_the_workers_with_what_it_needs() -> None:
+    agent = "agent={command: [agent], config: {depth: 2}, env: {A: b}, stops: {'exit:3': agent_limit}}"
+    settings = by_name(job_with("tools=[]", agent))["rollout-0"].settings
+    assert isinstance(settings, RolloutSettings)
+    assert settings.outside is not None
+    assert settings.outside.command == ("agent",)
+    assert (settings.outside.config, settings.outside.env) == ({"depth": 2}, {"A": "b"})
+    assert settings.outside.stops == {"exit:3": "agent_limit"}
+    assert (settings.agent_config, settings.gateway_listen) == ({}, "127.0.0.1:0")
+
+
 def by_name(job: AgentRLJob) -> dict[str, Component]:
     return {component.name: component for component in plan(job, SITE)}
 

@@ -34,6 +34,13 @@ class LoadedLoop:
     uses_tools: bool
     reads_calls: bool
     """Whether the worker parses tool calls for the loop (`Reply.calls`)."""
+    field: str = FIELD
+    """The manifest field that names it, for messages."""
+
+    @property
+    def title(self) -> str:
+        """Field and name, for messages."""
+        return f"{self.field} {self.name}"
 
 
 BUILT_IN = {

@@ -56,12 +56,14 @@ class EpisodeConversation:
         tool_limits: ToolLimits,
         waiting: Waiting,
         gateway: Server,
+        ends: float,
     ) -> None:
         self._gateway = gateway
         self._scenario = scenario
         self._seed = seed
         self._limits = limits
         self._deadlines = deadlines
+        self._ends = ends
         self._chat_model = chat_model
         self._texts = TurnTexts(chat_model)
         self._engine = engine
@@ -87,6 +89,7 @@ class EpisodeConversation:
         self._by_tokens = False
         self._named_row: int | None = None
         self._metrics: dict[str, float] = {}
+        self._info: dict[str, Json] = {}
         self._turn_ends = now() + deadlines.turn
         self._stop: StopReason | None = None
         self._broken: KestrlError | None = None
@@ -111,12 +114,24 @@ class EpisodeConversation:
         return self._seed
 
     @property
+    def deadline(self) -> float:
+        return self._ends
+
+    @property
+    def limit(self) -> StopReason | None:
+        return self._admission.reached
+
+    @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
         return self._transcript.messages
 
     @property
     def metrics(self) -> MutableMapping[str, float]:
         return self._metrics
+
+    @property
+    def info(self) -> MutableMapping[str, Json]:
+        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:

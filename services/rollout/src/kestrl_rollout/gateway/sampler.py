@@ -12,6 +12,9 @@ from kestrl.agents import Completion, Endpoint, Limits
 from kestrl.episode import Json, Turn
 from kestrl.formats import Schemas
 
+REFUSED = "refused."
+"""Beginning of the metrics that count requests that a client had to change, by code."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:

@@ -1,10 +1,11 @@
-"""The worker's HTTP server for episodes that are served, on the loopback interface: `/e/<episode>/...`."""
+"""The worker's HTTP server for episodes that are served: `/e/<episode>/...`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -25,11 +26,12 @@ from kestrl_rollout.gateway.fields import Refused, job_sampling, read_object
 from kestrl_rollout.gateway.generate import read_request, write_answer
 from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
 from kestrl_rollout.gateway.response_store import ResponseStore
-from kestrl_rollout.gateway.sampler import Sampler, count
+from kestrl_rollout.gateway.sampler import REFUSED, Sampler, count
 from kestrl_rollout.gateway.streaming import stream
 
 BODY_BYTES = 32 * 1024 * 1024
 """Largest request: a million token ids are about 7 MB."""
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - compared, for pods that are called by their own address
 REMEMBERED = 4096
 """Episodes that have ended and are still known, so that a late call learns of it."""
 GENERATE = "inference/v1/generate"
@@ -41,9 +43,16 @@ SERVED = (GENERATE, *FACES, f"v1/messages{COUNT}")
 class Gateway:
     """Serves episodes by URL. Listens once a first episode is served."""
 
-    def __init__(self, chat_model: ChatModel) -> None:
-        """`chat_model` renders and parses for clients that send messages."""
+    def __init__(self, chat_model: ChatModel, listen: str = "127.0.0.1:0") -> None:
+        """Listens later.
+
+        Args:
+            chat_model: Renders and parses for clients that send messages.
+            listen: `host:port`; port 0 is any.
+        """
         self._chat_model = chat_model
+        host, _, port = listen.rpartition(":")
+        self._listen = (host, int(port))
         self._episodes: dict[str, Opened] = {}
         self._ended: OrderedDict[str, bytes] = OrderedDict()
         """Digests of the keys of ended episodes."""
@@ -72,6 +81,8 @@ class Gateway:
         )
         try:
             host, port = self._runner.addresses[0][:2]
+            if host == ANY_ADDRESS:
+                host = socket.gethostbyname(socket.gethostname())  # of a pod: the first line of its /etc/hosts
             yield Endpoint(base_url=f"http://{host}:{port}/e/{episode}/v1", api_key=key)
         finally:
             del self._episodes[episode]
@@ -86,7 +97,7 @@ class Gateway:
         # A client that goes away cancels its call.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, *self._listen).start()
         return runner
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -123,6 +134,8 @@ class Gateway:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
+            if isinstance(error, Refused):
+                count(opened.sampler.metrics, f"{REFUSED}{error.code}")
             return _refusal(face, problem_of(error))
 
     async def _answer(

@@ -28,7 +28,7 @@ from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.sessions import Sessions
 from kestrl_rollout.gateway.server import Gateway
-from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, returned_reward
+from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, checked_info, returned_reward
 from kestrl_rollout.requests import Deadlines, GroupRequest
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class _Attempt:
     reward: float | None = None
     """The reward that the loop returned."""
     environments: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    info: Mapping[str, Json] = field(default_factory=dict[str, Any])
+    """What the loop reports for rules and people."""
 
 
 class EpisodeRunner:
@@ -147,12 +149,13 @@ class EpisodeRunner:
                 metrics=self._metrics_of(attempt),
                 loop_reward=attempt.reward,
                 environments=attempt.environments,
+                info=attempt.info,
             )
 
     def _metrics_of(self, attempt: _Attempt) -> dict[str, float]:
         if attempt.conversation is None or attempt.loop is None:
             return {}
-        return self._metrics.usable(attempt.loop.name, attempt.conversation.metrics)
+        return self._metrics.usable(attempt.loop.title, attempt.conversation.metrics)
 
     async def _settle(self, request: GroupRequest, attempt: _Attempt, clock: GroupClock) -> Failure | None:
         """Runs to the end; returns the failure, or None."""
@@ -213,6 +216,7 @@ class EpisodeRunner:
             tool_limits=self._tool_limits,
             waiting=attempt.waiting,
             gateway=self._gateway,
+            ends=attempt.started_at + request.deadlines.episode,
         )
 
     async def _prompted(
@@ -274,11 +278,12 @@ class EpisodeRunner:
                 raise conversation.broken from error
             if loop.built_in:
                 raise
-            log.warning("episode %s: agent.loop %s raised", attempt.id, loop.name, exc_info=error)
+            log.warning("episode %s: %s raised", attempt.id, loop.title, exc_info=error)
             raise _raised_by_loop(loop, _describe(error)) from error
         if conversation.broken is not None:
             raise conversation.broken
-        score = returned_reward(loop.name, returned)
+        attempt.info = checked_info(loop.title, conversation.info)
+        score = returned_reward(loop.title, returned)
         if score is not None:
             attempt.reward = score.value
             conversation.metrics.update({**score.metrics, REWARD: score.value})
@@ -291,7 +296,7 @@ class EpisodeRunner:
             return await loop.run(conversation)
         if len(self._abandoned) >= MAX_ABANDONED:
             raise UserCodeError(
-                f"agent.loop {loop.name}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
+                f"{loop.title}: {MAX_ABANDONED} episodes ignored their cancellation and still run; let "
                 "asyncio.CancelledError pass",
                 code="agent_hangs",
             )
@@ -319,8 +324,8 @@ class EpisodeRunner:
         finally:
             attempt.waiting.boundary = waited  # the deadline that passed reports what was waited for then
             if not task.done():
-                log.error("episode %s: agent.loop %s ignores its cancellation", attempt.id, loop.name)
-                conversation.abandon(UserCodeError(f"agent.loop {loop.name}: its episode is over"))
+                log.error("episode %s: %s ignores its cancellation", attempt.id, loop.title)
+                conversation.abandon(UserCodeError(f"{loop.title}: its episode is over"))
 
     def _leave(self, attempt: _Attempt) -> None:
         """Releases what the episode holds. Its slot is released when the tool session is closed, so that slots bound
@@ -366,7 +371,7 @@ async def _contained(work: Awaitable[object]) -> _Contained:
 
 
 def _raised_by_loop(loop: LoadedLoop, what: str) -> UserCodeError:
-    return UserCodeError(f"agent.loop {loop.name}: raised {what}", code="agent_raised")
+    return UserCodeError(f"{loop.title}: raised {what}", code="agent_raised")
 
 
 def _describe(error: BaseException) -> str:

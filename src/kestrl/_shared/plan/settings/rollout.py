@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from kestrl._shared.plan.settings.common import ServiceSettings
+from kestrl._shared.plan.settings.common import Model, ServiceSettings
+
+
+class OutsideAgent(Model):
+    """An agent outside of the worker: one of `run`, `command` and `url` is set."""
+
+    run: str | None = None
+    """Import path of the function or class."""
+    python: str | None = None
+    """Interpreter of the process of `run`; None for the worker's own."""
+    command: tuple[str, ...] = ()
+    url: str | None = None
+    config: dict[str, Any] = {}
+    """Keyword arguments, or `config` of a request."""
+    env: dict[str, str] = {}
+    stops: dict[str, str] = {}
+    """Stop reason by the way in which a run ends."""
+    stopped_reward: float | None = None
 
 
 class RolloutSettings(ServiceSettings):
@@ -19,6 +36,10 @@ class RolloutSettings(ServiceSettings):
     agent: str
     """`tool_agent`, `single_turn`, or an import path."""
     agent_config: dict[str, Any] = {}
+    outside: OutsideAgent | None = None
+    """The agent in place of the loop `agent`."""
+    gateway_listen: str = "127.0.0.1:0"
+    """`host:port` at which episodes are served by URL; port 0 is any."""
     tool_call_format: str | None = None
     """Name or import path; None chooses it from the template."""
     agents: dict[str, str] = {}

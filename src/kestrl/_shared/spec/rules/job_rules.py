@@ -9,6 +9,7 @@ from kestrl._shared.spec.algorithms import OF_COMPONENTS, PRESETS
 from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
+from kestrl._shared.spec.rules.agent_rules import agent_problems
 from kestrl._shared.spec.rules.engine_rules import engine_problems
 from kestrl._shared.spec.rules.environment_rules import environment_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
@@ -164,7 +165,7 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
         else:
             configured[f"loopsConfig.{name}"] = (spec.agent.loops[name], config)
     for field, (path, config) in configured.items():
-        if path in BUILT_IN_LOOPS and config:
+        if path in BUILT_IN_LOOPS and config and not (field == "config" and spec.agent.outside):
             yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
 
 
@@ -178,7 +179,7 @@ def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
             )
         if reward.rule in BUILT_IN_RULES and reward.rule not in CONFIGURED_RULES and reward.config:
             yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
-        if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS:
+        if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS and not spec.agent.outside:
             yield Problem(
                 f"spec.rewards[{index}].rule",
                 f"{spec.agent.loop} returns no reward; set agent.loop to your own loop, or use another rule",
@@ -286,6 +287,7 @@ RULES: tuple[Rule, ...] = (
     tool_problems,
     environment_problems,
     loop_is_known,
+    agent_problems,
     rewards_are_known,
     reward_config_problems,
     judge_problems,

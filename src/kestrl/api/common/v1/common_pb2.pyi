@@ -485,6 +485,7 @@ class Episode(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     MAIN_ROW_FIELD_NUMBER: _builtins.int
     REWARD_WEIGHTS_FIELD_NUMBER: _builtins.int
+    INFO_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique."""
     group_id: _builtins.str
@@ -519,6 +520,8 @@ class Episode(_message.Message):
     """The answer that a reward read, empty if it found none; unset if no reward reads answers."""
     main_row: _builtins.int
     """The row that carries the task, which rules and judges read; unset if there is none or it is not known."""
+    info_json: _builtins.str
+    """JSON object: what the run of an agent by URL reported for rules and people."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___Row]:
         """Token sequences to train on."""
@@ -584,10 +587,11 @@ class Episode(_message.Message):
         answer: _builtins.str | None = ...,
         main_row: _builtins.int | None = ...,
         reward_weights: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        info_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "failure", b"failure", "loop_reward", b"loop_reward", "main_row", b"main_row", "policy", b"policy", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "loop_reward", b"loop_reward", "main_row", b"main_row", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "reward_weights", b"reward_weights", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_loop_reward", b"_loop_reward", "_main_row", b"_main_row", "_reward", b"_reward", "answer", b"answer", "engine", b"engine", "environments_json", b"environments_json", "failure", b"failure", "group_id", b"group_id", "id", b"id", "index", b"index", "info_json", b"info_json", "loop_reward", b"loop_reward", "main_row", b"main_row", "messages_json", b"messages_json", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "reward_weights", b"reward_weights", "rewards", b"rewards", "rows", b"rows", "scenario_id", b"scenario_id", "scoring_json", b"scoring_json", "seconds", b"seconds", "seed", b"seed", "started_at", b"started_at", "stop_reason", b"stop_reason", "tool_calls", b"tool_calls", "trace_id", b"trace_id", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015

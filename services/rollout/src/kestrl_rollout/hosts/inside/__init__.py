@@ -1,0 +1,1 @@
+"""What runs in the interpreter of an agent, with the standard library alone."""

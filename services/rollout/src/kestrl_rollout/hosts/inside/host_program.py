@@ -1,0 +1,181 @@
+"""Runs the episodes of a function of the user's: `python host_program.py FD`.
+
+FD is a socket to the worker; messages are JSON, one a line. The first has the settings, and is answered with `ready` or
+`refused`. Then `{"id": 1, "row": ..., "base_url": ..., "key": ..., "deadline": ...}` starts an episode and
+`{"cancel": 1}` ends one. An episode is answered once, with `result`, `error` or `invalid`; a cancellation at once, with
+`cancelled` and whether a thread runs on.
+
+It needs the standard library alone, since its interpreter may have nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+MAX_LINE = 64 * 1024 * 1024
+MAX_RESULT = 4 * 1024 * 1024
+MAX_TEXT = 500
+
+
+class Refused(Exception):
+    """The function cannot be used."""
+
+
+def load(path: str, config: dict[str, Any]) -> Any:
+    """The function that runs an episode, with its configuration.
+
+    Raises:
+        Refused: It cannot be imported, or takes other arguments.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except BaseException as error:
+        raise Refused(f"{path} cannot be imported: {described(error)}") from error
+    function: Any = target
+    if inspect.isclass(target):
+        try:
+            function, config = function(**config).run, {}
+        except BaseException as error:
+            raise Refused(f"{path} cannot be constructed with its config: {described(error)}") from error
+    try:
+        inspect.signature(function).bind("row", "base_url", "key", "deadline", **config)
+    except (TypeError, ValueError) as error:
+        raise Refused(
+            f"{path} cannot be called with (row, base_url, key, deadline) and its config as keyword arguments: {error}"
+        ) from error
+    return functools.partial(function, **config)
+
+
+def described(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - a user's `__str__`
+        text = ""
+    return f"{type(error).__name__}: {text}"[:MAX_TEXT]
+
+
+def error_of(error: BaseException) -> dict[str, Any]:
+    """An exception as data, with the names of its class and of the bases."""
+    kinds = [kind for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
+    text = described(error).partition(": ")[2]
+    return {"error": {"type": type(error).__name__, "types": names, "message": f"{text}{where}"}}
+
+
+def plain(value: Any) -> Any:
+    """A number of an array library as a number."""
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"{type(value).__name__} has no form as JSON")
+    return item()
+
+
+def answer_of(returned: Any) -> dict[str, Any]:
+    """What a run returned, if it has a form as JSON."""
+    try:
+        if len(json.dumps(returned, default=plain)) > MAX_RESULT:
+            return {"invalid": f"its result has more than {MAX_RESULT} bytes"}
+        return {"result": json.loads(json.dumps(returned, default=plain))}
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"invalid": f"its result is not JSON: {error}"}
+
+
+class Host:
+    """The episodes of one connection."""
+
+    def __init__(self, run: Any, writer: asyncio.StreamWriter) -> None:
+        self._run, self._writer = run, writer
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._threads: set[int] = set()
+        self._cancelled: set[int] = set()
+        """Episodes that were cancelled while their thread ran."""
+
+    def handle(self, message: dict[str, Any]) -> None:
+        if "cancel" in message:
+            number = message["cancel"]
+            task = self._tasks.get(number)
+            if task is not None:
+                task.cancel()
+            elif number in self._threads:
+                self._cancelled.add(number)
+            self._send({"id": number, "cancelled": True, "runs_on": number in self._threads})
+            return
+        number = message["id"]
+        arguments = (message["row"], message["base_url"], message["key"], message["deadline"])
+        self._threads.add(number)
+        # A thread of its own for each: a pool would make episodes wait for each other.
+        threading.Thread(target=self._call, args=(number, arguments), name=f"episode-{number}", daemon=True).start()
+
+    def _call(self, number: int, arguments: Any) -> None:
+        """Calls the function in a thread; what it returns to await is awaited in the loop."""
+        try:
+            returned = self._run(*arguments)
+        except BaseException as error:  # noqa: BLE001 - SystemExit included: it is this episode's alone
+            answer: Any = error_of(error)
+        else:
+            answer = None if inspect.isawaitable(returned) else answer_of(returned)
+            if answer is None:
+                self._loop.call_soon_threadsafe(self._start, number, returned)
+                return
+        self._loop.call_soon_threadsafe(self._ended, number, answer)
+
+    def _start(self, number: int, work: Any) -> None:
+        self._threads.discard(number)
+        if number in self._cancelled:
+            if inspect.iscoroutine(work):
+                work.close()
+            self._ended(number, {"invalid": "it was cancelled"})
+            return
+        self._tasks[number] = self._loop.create_task(self._await(number, work))
+
+    async def _await(self, number: int, work: Any) -> None:
+        try:
+            answer = answer_of(await work)
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer = error_of(error)
+        self._ended(number, answer)
+
+    def _ended(self, number: int, answer: dict[str, Any]) -> None:
+        self._threads.discard(number)
+        self._cancelled.discard(number)
+        self._tasks.pop(number, None)
+        self._send({"id": number, **answer})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def serve(connection: socket.socket) -> None:
+    """Serves a connection until it is closed."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
+    settings = json.loads(await reader.readline())
+    sys.path[:1] = settings["python_path"]  # in place of this file's folder
+    try:
+        run = load(settings["run"], settings["config"])
+    except Refused as refused:
+        writer.write(json.dumps({"refused": str(refused)}).encode() + b"\n")
+        await writer.drain()
+        return
+    writer.write(b'{"ready": true}\n')
+    host = Host(run, writer)
+    while line := await reader.readline():
+        host.handle(json.loads(line))
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -93,11 +93,11 @@ engine-versions: $(STAMP)
 ## make agents           run agents of other frameworks against the gateway, each in an environment of its own
 agents: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
 
 langgraph: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/rollout/gateway/test_existing_agents.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
 
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py

@@ -45,7 +45,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
         rpc.channel(settings.judge_address) as to_judge,
         rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
-        Gateway(chat_model, settings.gateway_listen) as gateway,
+        Gateway(chat_model, settings.gateway_listen, refused=settings.refused_fields) as gateway,
     ):
         episodes = EpisodeRunner(
             component=settings.component,

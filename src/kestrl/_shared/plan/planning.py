@@ -173,6 +173,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "agent": spec.agent.loop,
             "agent_config": {} if spec.agent.outside else spec.agent.config,
             "outside": outside_agent(spec.agent, site),
+            "refused_fields": tuple(spec.agent.refuses),
             "gateway_listen": gateway_listen(spec.agent, site),
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,

@@ -71,6 +71,10 @@ class Agent(Model):
     loops: dict[LoopName, LoopPath] = {}
     """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
     used."""
+    refuses: list[Literal["tool_choice", "response_format", "parallel_tool_calls"]] = []
+    """What a client asks at an episode's URL and training cannot force: calls with a `tool_choice` of `required` or a
+    name, with a `response_format`, or without `parallel_tool_calls` are answered with 400. Default: they are sampled as
+    they are, and counted."""
     config: JsonObject = {}
     """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
     episode; also those of `run`, and what `command` and `url` get as `config`."""

@@ -41,11 +41,13 @@ def client_module(tmp_path: Path) -> Path:
 def program_stage(make_stage: Any, client_module: Path) -> Callable[..., Awaitable[Any]]:
     """A stage whose agent is a program: one turn, then the given lines."""
 
-    async def make(lines: str, **outside: Any) -> Any:
+    async def make(lines: str, settings: Any = None, **outside: Any) -> Any:
         source = f"from client import *\n{EPISODE}{textwrap.dedent(lines)}"
         (client_module / "program.py").write_text(source, encoding="utf-8")
         return await make_stage(
-            outside={"command": [sys.executable, "-S", "program.py"], **outside}, python_path=(str(client_module),)
+            outside={"command": [sys.executable, "-S", "program.py"], **outside},
+            python_path=(str(client_module),),
+            **(settings or {}),
         )
 
     return make

@@ -191,3 +191,35 @@ async def test_the_deadline_ends_a_program_with_all_that_it_started(program_stag
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
     assert not await asyncio.to_thread(list, client_module.glob("kestrl-agent-*"))
+
+
+ASKING = """
+tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+fields = [
+    {"response_format": {"type": "json_object"}},
+    {"tools": [tool], "tool_choice": "required"},
+    {"tools": [tool], "parallel_tool_calls": False},
+]
+answers = []
+for more in fields:
+    try:
+        chat(request["base_url"], request["key"], messages, **more)
+        answers.append("sampled")
+    except urllib.error.HTTPError as error:
+        problem = json.load(error)["error"]
+        answers.append(f"{error.code} {problem['code']} {problem['param']}")
+print(json.dumps({"info": {"answers": answers}}))
+"""
+
+
+@pytest.mark.parametrize("refused", [(), ("response_format", "tool_choice")])
+async def test_a_job_may_refuse_what_cannot_be_forced(program_stage: Any, refused: tuple[str, ...]) -> None:
+    stage = await program_stage(ASKING, settings={"refused_fields": refused})
+    stage.says("42")
+    episode = await stage.episode()
+    assert episode.failure is None
+    expected = [
+        f"400 not_forced {name}" if name in refused else "sampled" for name in ("response_format", "tool_choice")
+    ]
+    assert episode.info["answers"] == [*expected, "sampled"]
+    assert episode.metrics.get("refused.not_forced", 0) == len(refused)

@@ -87,6 +87,29 @@ def not_obeyed(name: str) -> str:
     return f"asked_not_forced.{name}"
 
 
+SPELLINGS: Mapping[str, Sequence[str]] = {"response_format": ("response_format", "output_format")}
+"""Fields of the faces that ask for the same."""
+
+
+def check_forced(metrics: Sequence[str], refused: Sequence[str]) -> None:
+    """Refuses a request for what cannot be forced, where the job wants that.
+
+    Args:
+        metrics: Names of the metrics that count what the request asks for and is not obeyed.
+        refused: Fields that the job refuses.
+
+    Raises:
+        Refused: It asks for one of them (code `not_forced`).
+    """
+    for name in refused:
+        if any(not_obeyed(spelling) in metrics for spelling in SPELLINGS.get(name, (name,))):
+            raise Refused(
+                f"{name} would change what the model samples, and the job refuses it (agent.refuses): leave it out",
+                code="not_forced",
+                field=name,
+            )
+
+
 def job_sampling(limits: Limits) -> dict[str, Any]:
     """The job's parameters of sampling by name."""
     return {

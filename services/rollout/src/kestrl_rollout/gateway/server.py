@@ -7,7 +7,7 @@ import json
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from types import TracebackType
@@ -22,7 +22,7 @@ from kestrl_rollout.gateway.chat_types import new_id
 from kestrl_rollout.gateway.dialogue import Dialogue
 from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, RESPONSES, Face
 from kestrl_rollout.gateway.failures import OVER, Problem, problem_of
-from kestrl_rollout.gateway.fields import Refused, job_sampling, read_object
+from kestrl_rollout.gateway.fields import Refused, check_forced, job_sampling, read_object
 from kestrl_rollout.gateway.generate import read_request, write_answer
 from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
 from kestrl_rollout.gateway.response_store import ResponseStore
@@ -43,14 +43,15 @@ SERVED = (GENERATE, *FACES, f"v1/messages{COUNT}")
 class Gateway:
     """Serves episodes by URL. Listens once a first episode is served."""
 
-    def __init__(self, chat_model: ChatModel, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, chat_model: ChatModel, listen: str = "127.0.0.1:0", *, refused: Sequence[str] = ()) -> None:
         """Listens later.
 
         Args:
             chat_model: Renders and parses for clients that send messages.
             listen: `host:port`; port 0 is any.
+            refused: Fields that are refused where they would be counted as not obeyed.
         """
-        self._chat_model = chat_model
+        self._chat_model, self._refused = chat_model, tuple(refused)
         host, _, port = listen.rpartition(":")
         self._listen = (host, int(port))
         self._episodes: dict[str, Opened] = {}
@@ -166,6 +167,7 @@ class Gateway:
 
     async def _chat(self, opened: Opened, request: web.Request, body: bytes, face: Face) -> web.StreamResponse:
         call = opened.responses.resolved(face.read(read_object(body), job_sampling(opened.sampler.limits)))
+        check_forced(call.metrics, self._refused)
         if request.match_info["path"].endswith(COUNT):
             return web.json_response({"input_tokens": opened.dialogue.count_tokens(call.history)})
 

@@ -7,17 +7,29 @@ from dataclasses import dataclass
 
 from kestrl.episode import StopReason
 
+AGENT_LIMIT, MODEL_BEHAVIOR = StopReason.AGENT_LIMIT, StopReason.MODEL_BEHAVIOR
 KNOWN_STOPS: Mapping[str, StopReason] = {
-    "GraphRecursionError": StopReason.AGENT_LIMIT,  # LangGraph
-    "MaxTurnsExceeded": StopReason.AGENT_LIMIT,  # OpenAI Agents SDK
-    "ModelBehaviorError": StopReason.MODEL_BEHAVIOR,
-    "UsageLimitExceeded": StopReason.AGENT_LIMIT,  # pydantic-ai
-    "UnexpectedModelBehavior": StopReason.MODEL_BEHAVIOR,
-    "AgentMaxStepsError": StopReason.AGENT_LIMIT,  # smolagents
-    "AgentParsingError": StopReason.MODEL_BEHAVIOR,
-    "AgentToolCallError": StopReason.MODEL_BEHAVIOR,
-    "OutputParserException": StopReason.MODEL_BEHAVIOR,  # LangChain
-    "LengthFinishReasonError": StopReason.MODEL_BEHAVIOR,  # OpenAI's client, of a structured answer that was cut
+    # LangGraph and LangChain
+    "GraphRecursionError": AGENT_LIMIT,
+    "ModelCallLimitExceededError": AGENT_LIMIT,
+    "ToolCallLimitExceededError": AGENT_LIMIT,
+    "OutputParserException": MODEL_BEHAVIOR,
+    "StructuredOutputError": MODEL_BEHAVIOR,
+    # OpenAI Agents SDK
+    "MaxTurnsExceeded": AGENT_LIMIT,
+    "ModelBehaviorError": MODEL_BEHAVIOR,
+    "ModelRefusalError": MODEL_BEHAVIOR,
+    "OutputGuardrailTripwireTriggered": MODEL_BEHAVIOR,
+    "ToolInputGuardrailTripwireTriggered": MODEL_BEHAVIOR,
+    # pydantic-ai
+    "UsageLimitExceeded": AGENT_LIMIT,
+    "UnexpectedModelBehavior": MODEL_BEHAVIOR,
+    # smolagents
+    "AgentMaxStepsError": AGENT_LIMIT,
+    "AgentParsingError": MODEL_BEHAVIOR,
+    "AgentToolCallError": MODEL_BEHAVIOR,
+    # OpenAI's client, of a structured answer that was cut
+    "LengthFinishReasonError": MODEL_BEHAVIOR,
 }
 """Exceptions of frameworks by the name of their class."""
 

@@ -38,6 +38,8 @@ class RolloutSettings(ServiceSettings):
     agent_config: dict[str, Any] = {}
     outside: OutsideAgent | None = None
     """The agent in place of the loop `agent`."""
+    refused_fields: tuple[str, ...] = ()
+    """Fields of clients that are refused where they would be counted."""
     gateway_listen: str = "127.0.0.1:0"
     """`host:port` at which episodes are served by URL; port 0 is any."""
     tool_call_format: str | None = None

@@ -25,7 +25,7 @@ RESULT_FIELDS = ("metrics", "reward", "info")
 class Run(Protocol):
     """An agent: runs one episode. It may as well be an `async` function."""
 
-    def __call__(self, row: Mapping[str, Any], base_url: str, key: str, deadline: float) -> Any:
+    def __call__(self, row: dict[str, Any], base_url: str, key: str, deadline: float) -> Any:
         """Runs an episode.
 
         Args:

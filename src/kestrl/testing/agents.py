@@ -118,10 +118,13 @@ def _completion(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _chunks(answer: Mapping[str, Any]) -> bytes:
     """A completion as a stream of one chunk."""
-    (choice,) = answer["choices"]
-    calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls") or ())]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    chunk = {
+    choice: Mapping[str, Any] = answer["choices"][0]
+    message: Mapping[str, Any] = choice["message"]
+    calls: list[dict[str, Any]] = [
+        {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())
+    ]
+    delta: dict[str, Any] = {**message, **({"tool_calls": calls} if calls else {})}
+    chunk: dict[str, Any] = {
         **answer,
         "object": "chat.completion.chunk",
         "choices": [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}],

@@ -22,7 +22,7 @@ from kestrl_rollout.hosts.program import Program, inherited
 START_SECONDS = 100.0
 """Time limit for imports: frameworks of agents are large."""
 CANCEL_SECONDS = 5.0
-"""Time for the process to confirm that an episode was cancelled: less than that only if its event loop is blocked."""
+"""Time for the process to confirm that an episode was cancelled, which only a blocked event loop exceeds."""
 MAX_THREADS_LEFT = 64
 """Threads of cancelled episodes that still run, above which the process is replaced."""
 MAX_LINE = 2 * MAX_RESULT

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 __all__ = [
+    "POLICY_HEADER",
     "Command",
     "EngineDialect",
+    "EngineName",
     "Generate",
     "Generated",
     "Launch",
@@ -22,8 +24,15 @@ __all__ = [
     "Option",
     "Request",
     "Route",
+    "Witness",
 ]
 
+EngineName = Literal["vllm", "sglang"]
+"""Engines of `inference.engine`; `kestrl.engines.registry` has their dialects."""
+Witness = Literal["engine", "guard"]
+"""What names the policy of a completion: the engine in its answer, or the guard inside its server in a header."""
+POLICY_HEADER = "x-kestrl-policy"
+"""Header with which a guard names the policy that a request was given to."""
 Option = str | int | float | bool
 Route = tuple[str, str]
 """HTTP method and path."""
@@ -79,6 +88,8 @@ class Launch:
     """None: the engine takes what its own default is."""
     version: str | None = None
     """Version that the engine must have, such as 0.32; None for any."""
+    targets: Sequence[str] = ()
+    """Layers that adapters change; empty for all linear ones."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 
@@ -115,7 +126,7 @@ class Generated(NamedTuple):
     """A sampled turn."""
 
     policy: str
-    """Policy that the engine reports."""
+    """Policy that the witness names."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log-probability of each token in the distribution of the request; NaN if the engine has none."""
@@ -148,6 +159,10 @@ class EngineDialect(Protocol):
 
     name: str
     """Name in `inference.engine`."""
+    witness: Witness
+    """The witness: what names the policy of an answer."""
+    ranks: Sequence[int]
+    """Limits of an adapter's rank that the engine can be started with, ascending; empty for any."""
     health: Request
     """Answered with status 200 by an engine that works."""
     metrics: Request
@@ -180,8 +195,13 @@ class EngineDialect(Protocol):
         """Samples one turn."""
         ...
 
-    def read_generated(self, answer: bytes) -> Generated:
-        """Reads the answer to `generate`."""
+    def read_generated(self, answer: bytes, stamped: str | None = None) -> Generated:
+        """Reads the answer to `generate`.
+
+        Args:
+            answer: Its body.
+            stamped: Its header `POLICY_HEADER`, where the guard is the witness.
+        """
         ...
 
     def score(self, policy: str, token_ids: Sequence[int]) -> Request:

@@ -24,6 +24,16 @@ def signal_url(endpoint: str, signal: Signal) -> str:
     return f"{endpoint.rstrip('/')}/v1/{signal}"
 
 
+def traces_endpoint(endpoint: str) -> str:
+    """Address that an engine sends traces to."""
+    return signal_url(endpoint, "traces") if is_http(endpoint) else endpoint
+
+
+def trace_environment(endpoint: str | None) -> dict[str, str]:
+    """Protocol of an OTLP/HTTP endpoint, which engines take from the environment alone."""
+    return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": HTTP} if endpoint and is_http(endpoint) else {}
+
+
 def named_endpoint(signal: Signal) -> str | None:
     """Endpoint that the standard OTEL_* variables name."""
     return _variable(signal, "ENDPOINT")

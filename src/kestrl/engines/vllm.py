@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Option, Request, Route
-from kestrl.engines.otlp import HTTP, is_http, signal_url
-from kestrl.tools.shapes import is_mapping
+from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness
+from kestrl.engines.answers import json_object, metric_sums
+from kestrl.engines.options import Options, arguments_of
+from kestrl.engines.otlp import trace_environment, traces_endpoint
 
 GENERATE = "/inference/v1/generate"
 LAUNCHER = "kestrl_inference.inside.launcher"
@@ -55,8 +56,6 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-Options = dict[str, Option]
-"""Options of the server: `{"max-loras": 4, "enable-lora": True}`."""
 
 
 class _Scored(msgspec.Struct):
@@ -91,6 +90,8 @@ class Vllm:
     """vLLM's OpenAI-compatible server."""
 
     name: str = "vllm"
+    witness: Witness = "engine"
+    ranks: Sequence[int] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     health: Request = Request("GET", "/health")
     metrics: Request = Request("GET", "/metrics")
     adapters: Request = Request("GET", "/v1/models")
@@ -120,9 +121,9 @@ class Vllm:
             **_cpu_environment(launch),
             "VLLM_CACHE_ROOT": f"{launch.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
-            **_trace_environment(launch.otlp),
+            **trace_environment(launch.otlp),
         }
-        arguments = (*_launcher_options(launch), *_version_options(launch), "--", *_arguments(options))
+        arguments = (*_launcher_options(launch), *_version_options(launch), "--", *arguments_of(options))
         return Command(module=LAUNCHER, arguments=arguments, environment=environment)
 
     def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
@@ -134,9 +135,9 @@ class Vllm:
             "lora-modules": f"{adapter}={folder}",
         }
         if launch.cpu:
-            arguments = (*_launcher_options(launch), "--", *_arguments(options))
+            arguments = (*_launcher_options(launch), "--", *arguments_of(options))
             return Command(module=LAUNCHER, arguments=arguments, environment=_cpu_environment(launch))
-        return Command(module=SERVER, arguments=_arguments(options), environment={})
+        return Command(module=SERVER, arguments=arguments_of(options), environment={})
 
     def generate(self, request: Generate) -> Request:
         body = {
@@ -156,7 +157,8 @@ class Vllm:
         }
         return Request("POST", GENERATE, msgspec.json.encode(body))
 
-    def read_generated(self, answer: bytes) -> Generated:
+    def read_generated(self, answer: bytes, stamped: str | None = None) -> Generated:
+        del stamped  # the answer itself names the policy
         try:
             read = _ANSWERS.decode(answer)
         except msgspec.DecodeError:
@@ -179,7 +181,7 @@ class Vllm:
 
     def read_scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
         """VLLM answers null for the first token, then one object of candidates by token id per position."""
-        listed: Any = _object(answer).get("prompt_logprobs")
+        listed: Any = json_object(answer).get("prompt_logprobs")
         try:
             if len(listed) != len(token_ids):
                 raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens")
@@ -204,25 +206,20 @@ class Vllm:
         return b"max_lora_rank" in answer
 
     def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
-        models: Any = _object(answer)
+        models: Any = json_object(answer)
         try:
             return {str(model["id"]): str(model["root"]) for model in models["data"] if model["id"] != base}
         except (KeyError, TypeError) as error:
             raise ValueError(f"/v1/models has an unknown form: {error!r}") from error
 
     def read_version(self, answer: bytes) -> str:
-        version = _object(answer).get("version")
+        version = json_object(answer).get("version")
         if not isinstance(version, str):
             raise ValueError(f"/version has an unknown form: {answer[:200]!r}")
         return version
 
     def read_metrics(self, page: str) -> Metrics:
-        """Values of a Prometheus page, summed over labels."""
-        values: dict[str, float] = {}
-        for line in page.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in READ_METRICS:
-                values[name] = values.get(name, 0.0) + float(line.rpartition(" ")[2])
+        values = metric_sums(page, READ_METRICS)
         kv, running, waiting, preemptions = (values.get(name, 0.0) for name in LOAD_METRICS)
         load = Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
         return Metrics(values.get(START_METRIC, 0.0), load)
@@ -235,16 +232,6 @@ def _token_id(entry: _Scored) -> int:
     if prefix != TOKEN_PREFIX or not number.isdecimal():
         raise ValueError(f"a log-prob names its token neither by token_id nor as {TOKEN_PREFIX}:N: {entry.token!r}")
     return int(number)
-
-
-def _object(answer: bytes) -> Mapping[str, Any]:
-    try:
-        value: Any = json.loads(answer)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {answer[:200]!r}") from error
-    if not is_mapping(value):
-        raise ValueError(f"not a JSON object: {answer[:200]!r}")
-    return value
 
 
 def _launcher_options(launch: Launch) -> tuple[str, ...]:
@@ -293,22 +280,4 @@ def _cpu_environment(launch: Launch) -> dict[str, str]:
 
 
 def _trace_options(endpoint: str | None) -> Options:
-    if endpoint is None:
-        return {}
-    return {"otlp-traces-endpoint": signal_url(endpoint, "traces") if is_http(endpoint) else endpoint}
-
-
-def _trace_environment(endpoint: str | None) -> dict[str, str]:
-    """Protocol of an OTLP/HTTP endpoint, which vLLM takes from the environment alone."""
-    return {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": HTTP} if endpoint and is_http(endpoint) else {}
-
-
-def _arguments(options: Options) -> tuple[str, ...]:
-    """`{"a": 1, "b": True, "c": False}` as `--a 1 --b`."""
-    flags: list[str] = []
-    for name, value in options.items():
-        if value is True:
-            flags.append(f"--{name}")
-        elif value is not False:
-            flags += [f"--{name}", str(value)]
-    return tuple(flags)
+    return {} if endpoint is None else {"otlp-traces-endpoint": traces_endpoint(endpoint)}

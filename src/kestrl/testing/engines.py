@@ -10,12 +10,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from kestrl.engines import EngineDialect, Generate, Generated, Launch, Request
+from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Launch, Request, Witness
 
 MEMBERS = (
     "name",
+    "witness",
+    "ranks",
     "health",
     "metrics",
     "adapters",
@@ -77,7 +79,7 @@ def check_dialect(dialect: EngineDialect) -> None:
     _check_routes(dialect)
     _check_commands(dialect)
     readers: Mapping[str, Callable[[bytes], Any]] = {
-        "read_generated": dialect.read_generated,
+        "read_generated": lambda answer: dialect.read_generated(answer, "base"),
         "read_scores": lambda answer: dialect.read_scores(answer, [1, 2]),
         "read_version": dialect.read_version,
         "read_adapters": lambda answer: dialect.read_adapters(answer, "base"),
@@ -85,6 +87,7 @@ def check_dialect(dialect: EngineDialect) -> None:
     for name, read in readers.items():
         for answer in UNREADABLE:
             _check_refused(name, read, answer)
+    assert dialect.witness in get_args(Witness), f"witness {dialect.witness!r} is none of {get_args(Witness)}"
     for answer in UNREADABLE:
         assert not dialect.is_rank_too_high(answer), f"is_rank_too_high({answer!r})"
     assert dialect.read_metrics("") == dialect.read_metrics("# nothing\n"), "read_metrics: what is missing must be 0"
@@ -165,9 +168,7 @@ def check_engine(
 
 def _check_sampling(dialect: EngineDialect, engine: _Engine, policy: str, prompt_ids: Sequence[int]) -> Generated:
     """Samples a turn twice with one seed, and scores it."""
-    first, again = (
-        dialect.read_generated(engine.ask(dialect.generate(_turn(policy, prompt_ids, attempt)))) for attempt in "ab"
-    )
+    first, again = (_sampled(dialect, engine, _turn(policy, prompt_ids, attempt)) for attempt in "ab")
     assert first.policy == policy, f"{policy} was asked for, {first.policy} answered"
     assert first.finish_reason in ("stop", "length"), f"finish_reason {first.finish_reason!r}"
     assert 0 < len(first.token_ids) <= 8, f"{len(first.token_ids)} tokens of at most 8"
@@ -181,11 +182,17 @@ def _check_sampling(dialect: EngineDialect, engine: _Engine, policy: str, prompt
     return first
 
 
+def _sampled(dialect: EngineDialect, engine: _Engine, turn: Generate) -> Generated:
+    status, answer, stamped = engine.answer(dialect.generate(turn))
+    assert status == 200, f"sampling {turn.policy}: {status}: {answer[:300]!r}"
+    return dialect.read_generated(answer, stamped)
+
+
 def _check_truncation(dialect: EngineDialect, engine: _Engine, policy: str, prompt_ids: Sequence[int]) -> None:
     """Samples from the most probable token alone, by top_k and by top_p, which is greedy."""
 
     def sampled(turn: Generate) -> list[int]:
-        return list(dialect.read_generated(engine.ask(dialect.generate(turn))).token_ids)
+        return list(_sampled(dialect, engine, turn).token_ids)
 
     greedy = sampled(replace(_turn(policy, prompt_ids, "greedy"), temperature=0.0))
     top_k = sampled(replace(_turn(policy, prompt_ids, "top_k"), top_k=1))
@@ -221,15 +228,19 @@ class _Engine:
 
     def send(self, request: Request) -> tuple[int, bytes]:
         """Status and body of the answer."""
+        return self.answer(request)[:2]
+
+    def answer(self, request: Request) -> tuple[int, bytes, str | None]:
+        """Status and body of the answer, and the policy that a guard stamped on it."""
         asked = urllib.request.Request(  # noqa: S310 - the caller's own engine
             f"{self._url}{request.path}", request.body or None, self._headers, method=request.method
         )
         try:
             with urllib.request.urlopen(asked, timeout=SECONDS) as answer:  # noqa: S310
-                return answer.status, answer.read()
+                return answer.status, answer.read(), answer.headers.get(POLICY_HEADER)
         except urllib.error.HTTPError as refusal:
             with refusal:
-                return refusal.code, refusal.read()
+                return refusal.code, refusal.read(), None
 
     def ask(self, request: Request) -> bytes:
         """Body of an answer with status 200."""

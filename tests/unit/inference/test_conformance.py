@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tests.fakes.engine import FakeEngine
 
 from kestrl._shared.spec.inference import Inference
-from kestrl.engines import Command, Generate, Generated, Launch, Request, Route
+from kestrl.engines import Command, EngineName, Generate, Generated, Launch, Request, Route
 from kestrl.engines.registry import DIALECTS
 from kestrl.engines.vllm import Vllm
 from kestrl.testing.engines import check_dialect, check_engine
@@ -50,7 +50,7 @@ class ReadsAnything(Vllm):
 
 
 def test_every_engine_of_the_manifest_has_a_dialect() -> None:
-    assert set(DIALECTS) == set(Inference.model_json_schema()["properties"]["engine"].get("enum", ["vllm"]))
+    assert list(DIALECTS) == list(get_args(EngineName)) == Inference.model_json_schema()["properties"]["engine"]["enum"]
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
@@ -68,7 +68,7 @@ def test_the_dialects_conform(name: str) -> None:
         (AnyPort(), "command does not have 'base'"),
         (RaisesKeyError(), "raises KeyError, not ValueError"),
         (ReadsAnything(), "instead of raising ValueError"),
-        (object(), "has no name, health, metrics"),
+        (object(), "has no name, witness, ranks, health, metrics"),
     ],
     ids=lambda each: type(each).__name__ if not isinstance(each, str) else "",
 )
@@ -117,8 +117,8 @@ class ScoresTheBase(Vllm):
 
 
 class LosesALogprob(Vllm):
-    def read_generated(self, answer: bytes) -> Generated:
-        found = super().read_generated(answer)
+    def read_generated(self, answer: bytes, stamped: str | None = None) -> Generated:
+        found = super().read_generated(answer, stamped)
         return found._replace(logprobs=found.logprobs[1:])
 
 

@@ -108,7 +108,7 @@ def test_facts_of_a_version(version: str, scale_out: bool, spare_slots: int, nam
     ],
 )
 def test_a_version_that_was_not_tried_is_started_with_a_warning(version: str, why: str) -> None:
-    assert (why in doubt(version)) if why else (doubt(version) == "")
+    assert (why in doubt("vllm", version)) if why else (doubt("vllm", version) == "")
 
 
 @pytest.mark.parametrize(

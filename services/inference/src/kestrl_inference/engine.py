@@ -14,7 +14,7 @@ from typing import TypeVar
 import aiohttp
 
 from kestrl._shared.telemetry import trace_headers
-from kestrl.engines import EngineDialect, Generate, Generated, Load, Metrics, Request
+from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
 
@@ -74,7 +74,11 @@ class Engine:
             await self._session.close()
 
     async def _call(self, request: Request, *, seconds: float | None = None) -> bytes:
-        """Sends one request.
+        """Body of the answer to one request; raises what `_answer` does."""
+        return (await self._answer(request, seconds=seconds))[0]
+
+    async def _answer(self, request: Request, *, seconds: float | None = None) -> tuple[bytes, str | None]:
+        """Sends one request; returns the answer's body, and the policy that the guard stamped on it.
 
         Raises:
             EngineRefused: An answer other than 2xx.
@@ -95,7 +99,7 @@ class Engine:
                     excerpt = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
                     message = f"{what}: {response.status}: {excerpt}"
                     raise EngineRefused(response.status, message, content)
-                return content
+                return content, response.headers.get(POLICY_HEADER)
         except TimeoutError as error:
             raise EngineFailure(f"{what}: no answer in {limit:g} s", code="engine_deadline") from error
         except aiohttp.ClientError as error:
@@ -154,7 +158,7 @@ class Engine:
             EngineFailure: The answer has an unknown form or names another policy (code `engine_nonsense`). The message
                 has the engine's version and the field.
         """
-        answer = await self._call(
+        answer, stamped = await self._answer(
             self.dialect.generate(
                 Generate(
                     id=f"proof/{model}",
@@ -168,7 +172,7 @@ class Engine:
             )
         )
         try:
-            generated = _read(lambda: self.dialect.read_generated(answer))
+            generated = _read(lambda: self.dialect.read_generated(answer, stamped))
             problem = _unfit(model, generated)
         except EngineFailure as error:
             problem = str(error)

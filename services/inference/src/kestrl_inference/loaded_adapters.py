@@ -224,7 +224,11 @@ class LoadedAdapters:
                 await self._forget(held)
                 raise FailureError(comparison.failure)
             build = await self.engine.version()
-            log.info("%s is proved on %s, %s %s", name, self.settings.engine_name, self.engine.dialect.name, build)
+            dialect = self.engine.dialect
+            log.info(
+                "%s is proved on %s, %s %s; the %s names policies",
+                name, self.settings.engine_name, dialect.name, build, dialect.witness,
+            )  # fmt: skip
             return comparison
 
     def _other_base(self, held: WantedAdapter) -> str:

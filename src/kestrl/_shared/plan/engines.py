@@ -9,7 +9,6 @@ from kestrl._shared.plan.components import Component, Device, Ready, Role
 from kestrl._shared.plan.judges import uses_own_engines
 from kestrl._shared.plan.site import Site
 from kestrl._shared.spec.job import AgentRLJob
-from kestrl._shared.spec.rules.job_rules import ENGINE_RANKS
 from kestrl.engines import EngineDialect, Launch
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
@@ -22,9 +21,9 @@ ROUTES = "KESTRL_ENGINE_ROUTES"
 """Environment variable with the routes of an engine that its guard opens, as JSON `{"open": [...], "data": [...]}`."""
 
 
-def engine_rank(rank: int) -> int:
-    """Smallest `--max-lora-rank` of the engine that supports the adapter's rank."""
-    return next(limit for limit in ENGINE_RANKS if limit >= rank)
+def engine_rank(engine: str, rank: int) -> int:
+    """Smallest limit of an engine's ranks that supports the adapter's."""
+    return next((limit for limit in DIALECTS[engine].ranks if limit >= rank), rank)
 
 
 def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
@@ -69,7 +68,7 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         name=BASE_MODEL_NAME,
         dtype=spec.model.dtype,
         context_length=spec.inference.context_length,
-        rank=engine_rank(spec.model.adapter.rank),
+        rank=engine_rank(spec.inference.engine, spec.model.adapter.rank),
         slots=spec.inference.adapter_slots,
         cpu=build.device == "cpu",
         threads=spec.inference.threads,
@@ -81,6 +80,7 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         options=spec.inference.args,
         memory=None if site.devices is None else site.devices.memory.get(f"engine-{index}"),
         version=spec.inference.version,
+        targets=() if isinstance(targets := spec.model.adapter.targets, str) else targets,
         judges=uses_own_engines(spec),
     )
 

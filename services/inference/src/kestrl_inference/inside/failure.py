@@ -25,8 +25,8 @@ STARTERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 """Loggers of vLLM that report failed starts."""
 STARTING = "failed to start."
 """Suffixes of the messages with which vLLM's processes log why they did not start."""
-ELSEWHERE = "root cause"
-"""Text of errors that only refer to the error of another process."""
+ELSEWHERE = ("root cause", "scheduler died during initialization", "see the error messages above")
+"""Texts of errors that only refer to the error of another process."""
 PASSING = (MemoryError, ConnectionError, TimeoutError, OSError, RuntimeError)
 """Types of transient errors: memory used by other programs, ports, networks, devices."""
 LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, NotImplementedError, RecursionError)
@@ -94,7 +94,7 @@ def write_down(error: BaseException) -> None:
     """Writes why this process could not start, unless the error only refers to another process or no file is
     configured.
     """
-    if isinstance(error, Exception) and ELSEWHERE not in str(error).lower():
+    if isinstance(error, Exception) and not any(text in str(error).lower() for text in ELSEWHERE):
         _write(failure_of(error))
 
 

@@ -61,14 +61,6 @@ def server_arguments(options: Options, version: str) -> list[str]:
     return [*arguments, SCALE_OUT] if facts.scale_out else arguments
 
 
-def installed(engine: str) -> str:
-    """Version of the engine in this interpreter, or the end of this process if it has none."""
-    known = describe.distributions(engine)
-    if not known:
-        failure.refuse(f"spec.inference.python: {sys.executable} has no {engine}; install it there, or name another")
-    return next(iter(known.values()))
-
-
 def restore_policy(module: Any) -> bool:
     """Lets an answer keep the name of the policy, which its server gives it and its model drops; returns whether the
     answer now has it.
@@ -98,13 +90,13 @@ def _exists(module: str) -> bool:
 
 def main() -> None:
     options = read_options(sys.argv[1:])
-    version = installed("vllm")
+    version = describe.installed("vllm")
     if options.version is not None and not versions.matches(version, options.version):
         failure.refuse(
             f"spec.inference.version: {options.version} is asked for, and this engine is vLLM {version}; name an "
             "interpreter or image with it, or change the field"
         )
-    if doubt := versions.doubt(version):
+    if doubt := versions.doubt("vllm", version):
         sys.stderr.write(f"warning: {doubt}\n")
     sys.argv[1:] = server_arguments(options, version)
     if options.cpu:

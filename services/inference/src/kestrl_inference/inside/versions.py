@@ -1,4 +1,4 @@
-"""Facts of vLLM's versions: what an engine is started with, and who names the policy in its answers."""
+"""Facts of engines' versions: what an engine is started with, and who names the policy in its answers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ TABLE: tuple[tuple[Release, Facts], ...] = (
     ((0, 30), Facts(scale_out=True, spare_slots=0, names_policy=True)),
 )
 """Facts by the first release that they hold for."""
-NEWEST: Release = (0, 32)
-"""Newest release that was tried."""
+TRIED: dict[str, tuple[str, Release, Release]] = {
+    "vllm": ("vLLM", TABLE[0][0], (0, 32)),
+    "sglang": ("SGLang", (0, 5), (0, 5)),
+}
+"""Name of an engine, and the oldest and the newest release of it that were tried."""
 
 
 def facts_of(version: str) -> Facts:
@@ -45,17 +48,17 @@ def facts_of(version: str) -> Facts:
     return next((facts for first, facts in reversed(TABLE) if release >= first), TABLE[0][1])
 
 
-def doubt(version: str) -> str:
-    """Why a version may not work; empty for those that were tried."""
+def doubt(engine: str, version: str) -> str:
+    """Why a version of an engine may not work; empty for those that were tried."""
+    name, oldest, newest = TRIED[engine]
     release = _release(version)
-    oldest = TABLE[0][0]
-    tried = f"{oldest[0]}.{oldest[1]} to {NEWEST[0]}.{NEWEST[1]} were tried"
+    tried = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]} were tried"
     if release is None:
-        return f"vLLM {version} has no release number: it is started as the newest known one is; {tried}"
-    if release > NEWEST:
-        return f"vLLM {version} is newer than what is known: it is started as the newest known one is; {tried}"
+        return f"{name} {version} has no release number: it is started as the newest known one is; {tried}"
+    if release > newest:
+        return f"{name} {version} is newer than what is known: it is started as the newest known one is; {tried}"
     if release < oldest:
-        return f"vLLM {version} is older than what is known: it is started as the oldest known one is; {tried}"
+        return f"{name} {version} is older than what is known: it is started as the oldest known one is; {tried}"
     return ""
 
 

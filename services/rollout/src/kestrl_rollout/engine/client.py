@@ -64,7 +64,7 @@ class EngineClient:
         asked = self._dialect.generate(request)
         url = f"{engine.url.rstrip('/')}{asked.path}"
         try:
-            status, payload = await self._http.post(url, asked.body, trace_headers())
+            status, payload, stamped = await self._http.post(url, asked.body, trace_headers())
         except Unreachable as error:
             raise EngineFailure(
                 f"{engine.name}: cannot be reached at {engine.url}: {error}", code="unreachable"
@@ -73,7 +73,7 @@ class EngineClient:
             raise EngineFailure(f"{engine.name}: the connection was lost: {error}", code="connection_lost") from error
         if status != 200:
             raise self._refusal(engine.name, status, payload)
-        return self._completion(engine.name, request.policy, payload)
+        return self._completion(engine.name, request.policy, payload, stamped)
 
     def _refusal(self, engine: str, status: int, payload: bytes) -> EngineFailure:
         """The failure for an HTTP status."""
@@ -87,14 +87,14 @@ class EngineClient:
         """The beginning of an answer, for a message."""
         return self._redactor.text(payload[: 4 * MESSAGE_CHARACTERS].decode(errors="replace"))[:MESSAGE_CHARACTERS]
 
-    def _completion(self, engine: str, policy: str, payload: bytes) -> Completion:
+    def _completion(self, engine: str, policy: str, payload: bytes, stamped: str | None) -> Completion:
         """Checks an answer.
 
         Raises:
             EngineFailure: It is not a valid answer to the request.
         """
         try:
-            answer = self._dialect.read_generated(payload)
+            answer = self._dialect.read_generated(payload, stamped)
         except (ValueError, RecursionError) as error:
             why = self._redactor.text(described(error))
             raise EngineFailure(

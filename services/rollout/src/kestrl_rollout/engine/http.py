@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 import aiohttp
 from yarl import URL
 
+from kestrl.engines import POLICY_HEADER
+
 KEEPALIVE_SECONDS = 3.0
 """Longest time a connection is idle before reuse. Below uvicorn's 5 s, so that none is used while the engine closes
 it."""
@@ -36,6 +38,8 @@ class Answer(NamedTuple):
 
     status: int
     body: bytes
+    policy: str | None = None
+    """Name that the guard of an engine stamped on it."""
 
 
 class HttpClient:
@@ -80,7 +84,7 @@ class HttpClient:
             target = self._urls[url] = _address(url)
         try:
             async with self._session.post(target, data=body, headers=headers, allow_redirects=False) as response:
-                return Answer(response.status, await _body(response))
+                return Answer(response.status, await _body(response), response.headers.get(POLICY_HEADER))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self._connector.clear_dns_cache(target.host, target.port)
             raise Unreachable(str(error)) from error

@@ -17,10 +17,9 @@ from kestrl._shared.spec.rules.learner_rules import offload_problems
 from kestrl._shared.spec.rules.reward_rules import reward_config_problems
 from kestrl._shared.spec.rules.tool_rules import tool_problems
 from kestrl._shared.spec.scalars import format_duration
+from kestrl.engines.registry import DIALECTS
 from kestrl.errors import Boundary
 
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values accepted by vLLM's --max-lora-rank."""
 BUILT_IN_LOOPS = ("tool_agent", "single_turn")
 BUILT_IN_RULES = (
     "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "environment_reward",
@@ -127,9 +126,9 @@ def slots_hold_every_version(spec: JobSpec) -> Iterator[Problem]:
 
 
 def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
-    rank = spec.model.adapter.rank
-    if rank > ENGINE_RANKS[-1]:
-        yield Problem("spec.model.adapter.rank", f"{rank} is above the engine's limit of {ENGINE_RANKS[-1]}; lower it")
+    rank, limits = spec.model.adapter.rank, DIALECTS[spec.inference.engine].ranks
+    if limits and rank > limits[-1]:
+        yield Problem("spec.model.adapter.rank", f"{rank} is above the engine's limit of {limits[-1]}; lower it")
 
 
 def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:

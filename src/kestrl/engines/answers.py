@@ -1,0 +1,36 @@
+"""Forms that answers of several engines have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kestrl.tools.shapes import is_mapping
+
+EXCERPT = 200
+
+
+def json_object(answer: bytes) -> Mapping[str, Any]:
+    """An answer that is a JSON object.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        document: Any = json.loads(answer)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {answer[:EXCERPT]!r}") from error
+    if not is_mapping(document):
+        raise ValueError(f"not a JSON object: {answer[:EXCERPT]!r}")
+    return document
+
+
+def metric_sums(page: str, names: Collection[str]) -> dict[str, float]:
+    """Metrics of a Prometheus page by name, summed over labels."""
+    sums: dict[str, float] = {}
+    for line in page.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in names:
+            sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return sums

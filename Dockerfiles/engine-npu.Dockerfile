@@ -17,7 +17,8 @@ COPY services/inference/src/kestrl_inference/__init__.py /opt/kestrl/kestrl_infe
 COPY services/inference/src/kestrl_inference/inside /opt/kestrl/kestrl_inference/inside
 RUN info=/opt/kestrl/kestrl_inference-0.dist-info && mkdir "$info" \
  && printf 'Metadata-Version: 2.4\nName: kestrl-inference\nVersion: 0\n' >"$info/METADATA" \
- && printf '[vllm.general_plugins]\nkestrl = kestrl_inference.inside.vllm_plugin:register\n' >"$info/entry_points.txt"
+ && printf '[vllm.general_plugins]\nkestrl = kestrl_inference.inside.vllm_plugin:register\n\n' >"$info/entry_points.txt" \
+ && printf '[sglang.srt.plugins]\nkestrl = kestrl_inference.inside.sglang_plugin:register\n' >>"$info/entry_points.txt"
 ENV PYTHONPATH=/opt/kestrl${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "kestrl_inference.inside.launcher"]

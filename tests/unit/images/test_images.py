@@ -20,7 +20,7 @@ FILES = {
     for path in sorted((ROOT / "Dockerfiles").glob("*.Dockerfile"))
 }
 LIGHT = ("operator", "agent", "rollout", "tools", "judge")
-THIN = ("engine-cuda", "engine-npu")
+THIN = ("engine-cuda", "engine-npu", "sglang-cuda")
 USER = "USER 10001:10001"
 
 
@@ -135,7 +135,7 @@ def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:
             FILES[name],
             flags=re.MULTILINE,
         )
-        return re.sub(r"kestrl_\w+(\.\w+)?\"\]$", "", text.replace(f"kestrl-{name}", ""), flags=re.MULTILINE)
+        return re.sub(r"kestrl_\w+(\.\w+)*\"\]$", "", text.replace(f"kestrl-{name}", ""), flags=re.MULTILINE)
 
     assert len({shape(name) for name in (*LIGHT, "learner-cuda")}) == 1
     assert len({re.sub(r"^ARG BASE=.*$", "", shape(name), flags=re.MULTILINE) for name in THIN}) == 1
@@ -144,13 +144,14 @@ def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:
 @pytest.mark.parametrize("name", THIN)
 def test_an_engine_of_others_gets_what_runs_in_it_and_nothing_else(name: str) -> None:
     inside = ROOT / "services" / "inference" / "src" / "kestrl_inference" / "inside"
-    source = "\n".join(path.read_text() for path in inside.glob("*.py"))
+    source = "\n".join(path.read_text() for path in inside.rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
-    others = imported - sys.stdlib_module_names - {"torch", "vllm"}
+    others = imported - sys.stdlib_module_names - {"torch", "vllm", "sglang"}
     assert others == {"kestrl_inference"}, "the engine's own environment need not have it"
     assert re.findall(r"kestrl_inference\.(\w+)", source) == ["inside"] * source.count("kestrl_inference.")
     assert "pip" not in FILES[name]
-    assert "kestrl = kestrl_inference.inside.vllm_plugin:register" in FILES[name]
+    for plugin in ("vllm_plugin", "sglang_plugin"):
+        assert f"kestrl = kestrl_inference.inside.{plugin}:register" in FILES[name]
 
 
 def test_a_build_sees_the_sources_and_nothing_else() -> None:

@@ -18,6 +18,7 @@ VALUES: dict[str, Any] = {
             "cuda": "vllm/vllm-openai:v0.32.0",
             "npu": "quay.io/ascend/vllm-ascend:v0.23.0",
         },
+        "sglang": {"cuda": "r/sglang-cuda:1"},
         "learner": {"cpu": "r/learner-cpu:1", "cuda": "r/learner-cuda:1", "npu": "r/learner-npu:1"},
         "agent": "r/agent:1",
         "rollout": "r/rollout:1",

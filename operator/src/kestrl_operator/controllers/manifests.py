@@ -91,16 +91,17 @@ class Manifests:
     def _check_builds(self, job: AgentRLJob) -> None:
         """Checks that there is an image for the devices of the job; raises `UserInputError`."""
         spec, images = job.spec, self._cluster.images
-        for part, profile, builds, key in (
-            ("inference", spec.inference.accelerator.profile, images.engine, "engine"),
+        key, engines = images.engines(spec.inference.engine)
+        for part, profile, builds, field in (
+            ("inference", spec.inference.accelerator.profile, engines, key),
             ("learner", spec.learner.accelerator.profile, images.learner, "learner"),
         ):
             build = self._cluster.profile(profile).image
             if build not in builds:
                 raise UserInputError(
                     f"spec.{part}.accelerator.profile: {profile!r} runs the build {build!r}, for which this cluster "
-                    "has no image "
-                    f"(the chart's jobs.images.{key}.{build}); there are: {', '.join(sorted(builds))}"
+                    f"has no image {f'with {spec.inference.engine} ' if part == 'inference' else ''}"
+                    f"(the chart's jobs.images.{field}.{build}); there are: {', '.join(sorted(builds)) or 'none'}"
                 )
 
     def _check_ranks(self, job: AgentRLJob) -> None:

@@ -109,7 +109,9 @@ class Given:
         }
         if role in by_role:
             return by_role[role]
-        return (images.engine if role is Role.ENGINE else images.learner)[build]
+        if role is Role.ENGINE:
+            return images.engines(self.job.spec.inference.engine)[1][build]
+        return images.learner[build]
 
 
 def render(given: Given) -> list[Object]:

@@ -41,6 +41,9 @@ class Images(_Values):
     """Images of the pods. Engine and learner have one build per kind of device: `cpu`, `cuda`, `npu`."""
 
     engine: Mapping[str, str]
+    """Those with vLLM."""
+    sglang: Mapping[str, str] = {}
+    """Those with SGLang."""
     learner: Mapping[str, str]
     agent: str
     rollout: str
@@ -48,6 +51,10 @@ class Images(_Values):
     judge: str
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
+
+    def engines(self, engine: str) -> tuple[str, Mapping[str, str]]:
+        """Name of the field with the images of an engine, and the images."""
+        return ("sglang", self.sglang) if engine == "sglang" else ("engine", self.engine)
 
 
 class LearnerState(_Values):

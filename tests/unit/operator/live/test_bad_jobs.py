@@ -63,6 +63,15 @@ async def test_a_build_without_an_image_in_the_chart_is_reported(stage: Stage) -
     assert stage.children() == []
 
 
+async def test_an_engine_without_an_image_for_the_device_is_reported(stage: Stage) -> None:
+    await stage.operator(values={"images": VALUES["images"] | {"sglang": {"cuda": "r/sglang-cuda:1"}}})
+    stage.job(inference={"engine": "sglang"})
+    await stage.until(lambda: stage.phase() == "Rejected", "it is reported")
+    message = stage.condition("Accepted")[2]
+    assert "spec.inference.accelerator.profile: 'cpu' runs the build 'cpu'" in message
+    assert "no image with sglang (the chart's jobs.images.sglang.cpu); there are: cuda" in message
+
+
 async def test_a_fixed_job_is_accepted(stage: Stage) -> None:
     await stage.operator()
     stage.job(patches=PATCHED)

@@ -570,6 +570,17 @@ def test_a_profile_of_the_chart_is_rendered_like_a_built_in_one() -> None:
     assert template["metadata"]["labels"]["pool"] == "mig"
 
 
+def test_a_job_with_sglang_gets_its_image_its_launcher_and_its_routes() -> None:
+    objects = rendered(*NVIDIA, "inference.engine=sglang", "inference.version='0.5'")
+    engine = containers(pod(objects, "inference"))["engine"]
+    assert engine["image"] == "r/sglang-cuda:1"
+    assert engine["command"] == ["python", "-m", "kestrl_inference.inside.sglang_launcher"]
+    assert engine["args"][:4] == ["--guard", "--version", "0.5", "--"]
+    assert engine["args"][engine["args"].index("--tp-size") + 1] == "2"
+    environment = {item["name"]: item.get("value") for item in engine["env"]}
+    assert ["POST", "/generate"] in json.loads(environment["KESTRL_ENGINE_ROUTES"] or "")["data"]
+
+
 def test_an_engine_is_started_by_the_interpreter_of_its_image() -> None:
     named = rendered("inference.python=/opt/vllm/bin/python", "inference.version='0.30'")
     engine = containers(pod(named, "inference"))["engine"]

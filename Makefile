@@ -29,9 +29,11 @@ $(STAMP): $(UV) uv.lock pyproject.toml operator/pyproject.toml services/*/pyproj
 ## make setup            install the environment from the lock file
 setup: $(STAMP)
 
-## make demo             train the tiny model on e-mail search on this machine
+## make demo             train the tiny model on e-mail search on this machine; ENGINE=sglang with the other engine
+ENGINE ?= vllm
 demo: $(STAMP)
-	$(BIN)/kestrl run examples/email-search/quickstart.yaml
+	$(if $(filter-out vllm,$(ENGINE)),$(BIN)/kestrl engine install $(ENGINE))
+	$(BIN)/kestrl run examples/email-search/quickstart.yaml $(if $(filter-out vllm,$(ENGINE)),--set inference.engine=$(ENGINE))
 
 ## make demo-real        train SmolLM2-135M-Instruct, a pretrained model from PyPI
 demo-real: $(STAMP)
@@ -84,10 +86,10 @@ engine: $(STAMP)
 	KESTRL_KILL_ROUNDS=$${KILL_ROUNDS:-2} $(BIN)/python -m pytest -q tests/integration/test_killed.py
 	$(BIN)/python -m pytest -q -n 2 --durations=20 --dist loadgroup -m engine --ignore=tests/integration/test_killed.py tests
 
-## make engine-versions  run the conformance suite on engines of several versions, each in an environment of its own (12 GB)
-ENGINE_VERSIONS ?= 0.23.0 0.25.1 0.27.1 0.30.0 0.32.0
+## make engine-versions  run the conformance suite on several versions of vLLM and on SGLang, each in an environment of its own (13 GB)
+ENGINE_VERSIONS ?= vllm==0.23.0 vllm==0.25.1 vllm==0.27.1 vllm==0.30.0 vllm==0.32.0 sglang==0.5.23
 engine-versions: $(STAMP)
-	set -e; for version in $(ENGINE_VERSIONS); do $(BIN)/kestrl engine install vllm==$$version --engines $(TOOLS)/engines; done
+	set -e; for engine in $(ENGINE_VERSIONS); do $(BIN)/kestrl engine install $$engine --engines $(TOOLS)/engines; done
 	KESTRL_ENGINE_ENVIRONMENTS=$(TOOLS)/engines $(BIN)/python -m pytest -q -m versions tests/integration/test_engine_versions.py
 
 ## make agents           run agents of other frameworks against the gateway, each in an environment of its own

@@ -147,7 +147,11 @@ def publish(storage: Path, adapter: Adapter, *, step: int = 1, probed: Adapter |
 # --- the servers
 
 
-def planned_engine(model: Path, work: Path, port: int, python: Path | None = None) -> Component:
+CACHES = {"vllm": {"kv-cache-memory-bytes": 64 * 1024 * 1024}, "sglang": {"max-total-tokens": 8192}}
+"""Arguments for a small cache, by engine."""
+
+
+def planned_engine(model: Path, work: Path, port: int, python: Path | None = None, engine: str = "vllm") -> Component:
     """The engine that the plan gives a job with this model: slots for three versions of rank 8, in an interpreter."""
     write_engine_folder(work / ENGINE_FOLDER)
     manifest = {
@@ -158,11 +162,7 @@ def planned_engine(model: Path, work: Path, port: int, python: Path | None = Non
             "model": {"base": str(model), "adapter": {"rank": 8}},
             "data": {"train": {"uri": "train.jsonl"}},
             "rewards": [{"rule": "format"}],
-            "inference": {
-                "contextLength": 1024,
-                "adapterSlots": 3,
-                "args": {"kv-cache-memory-bytes": 64 * 1024 * 1024},
-            },
+            "inference": {"engine": engine, "contextLength": 1024, "adapterSlots": 3, "args": CACHES[engine]},
             "agent": {"maxTokens": 512},
         },
     }
@@ -188,11 +188,12 @@ def planned_engine(model: Path, work: Path, port: int, python: Path | None = Non
 
 @dataclass
 class Server:
-    """A real vLLM server. It dies with the thread that started it, however that ends."""
+    """A real server of an engine. vLLM's dies with the thread that started it, however that ends."""
 
     model: Path
     work: Path
     python: Path | None = None
+    engine: str = "vllm"
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     _began: float = 0.0
@@ -207,7 +208,7 @@ class Server:
         return self.process.pid
 
     def start(self) -> None:
-        planned = planned_engine(self.model, self.work, self.port, self.python)
+        planned = planned_engine(self.model, self.work, self.port, self.python, self.engine)
         environment = {**engine_environment(os.environ, planned.python), **planned.env, **KEYS}
         self._began = time.monotonic()
         with (self.work / f"engine-{self.port}.log").open("ab") as log:

@@ -16,6 +16,7 @@ from kestrl.runstate.gathering import Gathering
 from kestrl.runstate.history import History, LearningCounts, Means, Mismatch, Stale, StepCounts, ToolCounts
 from kestrl.runstate.part import Part
 from kestrl.runstate.state import (
+    BUILDS,
     Activity,
     EngineFleet,
     EngineReport,
@@ -151,7 +152,9 @@ class EnginesObserved(RunEvent):
     reports: tuple[EngineReport, ...]
 
     def after(self, state: RunState) -> RunState:
-        return state.but(engines=state.engines.but(verified=self.verified, reports=self.reports))
+        seen = (*state.engines.builds, *(each.build for each in self.reports if each.build is not None))
+        builds = tuple(dict.fromkeys(seen))[:BUILDS]
+        return state.but(engines=state.engines.but(verified=self.verified, reports=self.reports, builds=builds))
 
 
 class GatheringBegan(RunEvent):

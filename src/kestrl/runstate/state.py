@@ -19,6 +19,8 @@ from kestrl.runstate.states import RunPhase, ServingState
 from kestrl.runstate.versioned import Versioned
 from kestrl.tools import SandboxInUse
 
+BUILDS = 16
+"""Builds of engines that a run names."""
 WINDOW_STEPS = 2
 """Steps that the running means and the check for zero-advantage steps cover."""
 
@@ -95,6 +97,17 @@ class VerifiedPolicy(Part):
     uri: str = ""
 
 
+class EngineBuild(Part):
+    """An engine's software, as it answered a verification."""
+
+    engine: str = ""
+    """Such as vllm."""
+    version: str = ""
+    """Such as 0.32.0; `unknown` if it does not say."""
+    witness: str = ""
+    """What names the policy of a completion: `engine` or `guard`."""
+
+
 class EngineReport(Part):
     """Last observed state of one engine."""
 
@@ -107,6 +120,8 @@ class EngineReport(Part):
     """None if it is unknown to this version."""
     message: str = ""
     """Why it does not serve the newest version; empty if that is not known."""
+    build: EngineBuild | None = None
+    """None before its first verification."""
 
 
 class EngineFleet(Part):
@@ -117,6 +132,8 @@ class EngineFleet(Part):
     """Engines that have verified the newest version."""
     reports: tuple[EngineReport, ...] = ()
     """In the job's order; empty before the engines are contacted and after the end of the run."""
+    builds: tuple[EngineBuild, ...] = ()
+    """Builds that have verified a version in this run, the first `BUILDS` of them."""
 
 
 class LastStep(Part):

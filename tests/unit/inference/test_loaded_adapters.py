@@ -45,6 +45,13 @@ async def test_a_version_is_fetched_loaded_and_proved(stage: Any) -> None:
     assert sorted(path.name for path in (stage.adapters / version.name).iterdir()) == ["adapter_config.json", WEIGHTS]
 
 
+async def test_the_build_that_answered_a_proof_and_its_witness_are_reported(stage: Any) -> None:
+    assert not (await stage.seen()).HasField("build")
+    await stage.load(stage.publish(1))
+    build = (await stage.seen()).build
+    assert (build.engine, build.version, build.witness) == ("vllm", stage.engine.version, "engine")
+
+
 async def test_the_probe_is_scored_anew_at_the_policys_own_distribution(stage: Any) -> None:
     version = stage.publish(1)
     await stage.load(version)

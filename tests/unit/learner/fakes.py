@@ -229,6 +229,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
         self.failure: Failure | None = None
         """The failure that it reports."""
         self.load = ipb.EngineLoad()
+        self.build: ipb.EngineBuild | None = None
         self.looks = 0
         self.loads = 0
         self.gate: asyncio.Event | None = None
@@ -273,6 +274,7 @@ class FakeAgent(istubs.EngineAgentServiceServicer):
             url=f"http://{self.name}",
             state=self.state,
             load=self.load,
+            build=self.build,
             failure=None if self.failure is None else failure_to_proto(self.failure),
             policies=[
                 ipb.LoadedPolicy(policy=policy_to_proto(policy), proved=proved) for policy, proved in self.held.values()

@@ -13,6 +13,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.telemetry import span
@@ -50,6 +51,18 @@ class Loaded:
     prove_seconds: float = 0.0
 
 
+class EngineBuild(NamedTuple):
+    """What answers."""
+
+    engine: str
+    version: str
+    witness: str
+    """What names the policy of a completion."""
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.version}; the {self.witness} names policies"
+
+
 class LoadedAdapters:
     """The adapters of one engine."""
 
@@ -58,6 +71,8 @@ class LoadedAdapters:
         self.held: dict[str, WantedAdapter] = {}
         self.last: Loaded | None = None
         """Result of the last load."""
+        self.build: EngineBuild | None = None
+        """What answered the last verification."""
         self._folder = Path(settings.adapters_dir).resolve()  # the engine may have another working directory
         self._leaving: dict[str, Path] = {}
         """Retired versions, whose files are kept until the engine has unloaded them."""
@@ -223,12 +238,8 @@ class LoadedAdapters:
                 log.error("%s%s", comparison.failure, self._other_base(held))
                 await self._forget(held)
                 raise FailureError(comparison.failure)
-            build = await self.engine.version()
-            dialect = self.engine.dialect
-            log.info(
-                "%s is proved on %s, %s %s; the %s names policies",
-                name, self.settings.engine_name, dialect.name, build, dialect.witness,
-            )  # fmt: skip
+            self.build = EngineBuild(self.engine.dialect.name, await self.engine.version(), self.engine.dialect.witness)
+            log.info("%s is proved on %s, %s", name, self.settings.engine_name, self.build)
             return comparison
 
     def _other_base(self, held: WantedAdapter) -> str:

@@ -80,4 +80,5 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
             restarts=watch.restarts,
             failure=None if watch.failure is None else failure_to_proto(watch.failure),
             load=pb.EngineLoad(**asdict(watch.load)),
+            build=None if self._adapters.build is None else pb.EngineBuild(**self._adapters.build._asdict()),
         )

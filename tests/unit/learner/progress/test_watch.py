@@ -29,7 +29,7 @@ from kestrl.runstate.events import (
     StorageAwaited,
 )
 from kestrl.runstate.history import StepCounts
-from kestrl.runstate.state import LastStep, Learning, RunState
+from kestrl.runstate.state import EngineBuild, LastStep, Learning, RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
@@ -125,6 +125,18 @@ async def test_an_engine_behind_the_newest_version_is_reported_with_its_reason(
             assert second.message.startswith(message)
             assert not second.HasField("policy")
             assert (report.engines_converged, report.engines_total) == (1, 2)
+
+
+async def test_what_answers_and_what_names_its_policies_are_reported(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].gate = asyncio.Event()
+        stage.agents[1].build = ipb.EngineBuild(engine="sglang", version="0.5.23", witness="guard")
+        async with learning(stage.settings) as watcher:
+            report = await watcher.reported(lambda report: bool(state_of(report).engines.builds))
+        engines = state_of(report).engines
+        build = EngineBuild(engine="sglang", version="0.5.23", witness="guard")
+        assert engines.builds == (build,)
+        assert [engine.build for engine in engines.reports] == [None, build]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_from_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure, FailureError, KestrlError, PlaceError
 from kestrl.runstate.events import EnginesObserved, VersionPublished
-from kestrl.runstate.state import EngineReport
+from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 CALL_SECONDS = 10.0
 LOAD_SECONDS = 120.0
+LONGEST_BUILD = 100
+"""Characters of an engine's name or version."""
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
@@ -237,6 +239,13 @@ class Engines:
             waiting=seen.load.waiting,
             preemptions=seen.load.preemptions,
         )
+        if seen.HasField("build"):
+            build = seen.build
+            known.build = EngineBuild(
+                engine=build.engine[:LONGEST_BUILD],
+                version=build.version[:LONGEST_BUILD],
+                witness=build.witness[:LONGEST_BUILD],
+            )
         self.on_load()
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:

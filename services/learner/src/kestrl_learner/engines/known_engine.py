@@ -12,7 +12,7 @@ from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl._shared.rpc import Channel
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure, PlaceError, StorageInaccessible, StorageUnavailable
-from kestrl.runstate.state import EngineReport
+from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState, ServingState
 from kestrl_learner.engines.admission import EngineLoad
 
@@ -54,6 +54,8 @@ class KnownEngine:
     load_failures: dict[str, LoadFailure] = field(default_factory=dict[str, LoadFailure])
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     load: EngineLoad = field(default_factory=EngineLoad)
+    build: EngineBuild | None = None
+    """What answered its last verification."""
 
     def settled(self, name: str) -> bool:
         """Whether the engine's state for a version will not change soon."""
@@ -78,7 +80,7 @@ class KnownEngine:
 
     def snapshot(self) -> tuple[Any, ...]:
         """The part of the state whose changes are published."""
-        return self.state, set(self.proved), self.failure, dict(self.unproved)
+        return self.state, set(self.proved), self.failure, dict(self.unproved), self.build
 
     @property
     def up(self) -> bool:
@@ -119,6 +121,7 @@ class KnownEngine:
             lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
             state=state,
             message="" if state is ServingState.SERVING else self.reason(newest)[:LONGEST_REASON],
+            build=self.build,
         )
 
     def __str__(self) -> str:

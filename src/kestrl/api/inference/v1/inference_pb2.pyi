@@ -246,6 +246,36 @@ class EngineLoad(_message.Message):
 Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
+class EngineBuild(_message.Message):
+    """What answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WITNESS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """Such as vllm."""
+    version: _builtins.str
+    """Such as 0.32.0; unknown if it does not say."""
+    witness: _builtins.str
+    """What names the policy of a completion: engine or guard."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        version: _builtins.str = ...,
+        witness: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "version", b"version", "witness", b"witness"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineBuild: _TypeAlias = EngineBuild  # noqa: Y015
+
+@_typing.final
 class GetEngineResponse(_message.Message):
     """State of the engine."""
 
@@ -258,6 +288,7 @@ class GetEngineResponse(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Such as inference-0."""
     url: _builtins.str
@@ -278,6 +309,10 @@ class GetEngineResponse(_message.Message):
     def load(self) -> Global___EngineLoad:
         """Time of the last check."""
 
+    @_builtins.property
+    def build(self) -> Global___EngineBuild:
+        """What answered the last verification; not set before the first."""
+
     def __init__(
         self,
         *,
@@ -288,10 +323,11 @@ class GetEngineResponse(_message.Message):
         restarts: _builtins.int = ...,
         failure: _common_pb2.Failure | None = ...,
         load: Global___EngineLoad | None = ...,
+        build: Global___EngineBuild | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -211,11 +211,8 @@ def _targets(launch: Launch) -> tuple[str, ...]:
 
 
 def _device_options(launch: Launch) -> Options:
-    """Tensor parallelism over all devices of a replica, and the share of memory where the user does not set it."""
-    options: Options = {"tp-size": launch.devices} if launch.devices > 1 else {}
-    if launch.memory is not None:
-        options["mem-fraction-static"] = launch.memory.utilization
-    return options
+    """Tensor parallelism over all devices of a replica. None of them is shared with the learner."""
+    return {"tp-size": launch.devices} if launch.devices > 1 else {}
 
 
 def _cpu_options(launch: Launch) -> Options:

@@ -82,6 +82,15 @@ def machine_devices(
     if not common:
         return MachineDevices(assigned=assigned)
     profile = next(need.profile for need in needs if need.component == LEARNER)
+    inference = job.spec.inference
+    if inference.engine == "sglang":  # its share is of what is free when it starts, which the learner changes
+        if "mem-fraction-static" in {name.replace("_", "-") for name in inference.args}:
+            return MachineDevices(assigned=assigned)
+        raise UserInputError(
+            f"spec.inference.engine: sglang and the learner would share a {profile} device, whose memory is divided "
+            "for vllm alone; offer one more device, use vllm, or limit the engine's part with "
+            "spec.inference.args.mem-fraction-static"
+        )
     by_index = {device.index: device for device in available[profile]}
     unknown = [name for shared in common.values() for name in shared if by_index[name].total is None]
     if unknown:

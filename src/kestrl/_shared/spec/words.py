@@ -154,6 +154,10 @@ WORDS: Sequence[Word] = (
     Word("TRL", "vllm_gpu_memory_utilization", "inference.args", "{gpu-memory-utilization: SHARE}"),
     Word("verl, vLLM", "gpu_memory_utilization", "inference.args", "{gpu-memory-utilization: SHARE}"),
     Word("verl, vLLM", "max_num_seqs", "inference.args", "{max-num-seqs: NUMBER}"),
+    Word("verl", "rollout.name", "inference.engine", "vllm or sglang"),
+    Word("SGLang", "tp_size", "inference.accelerator.count"),
+    Word("SGLang", "mem_fraction_static", "inference.args", "{mem-fraction-static: SHARE}"),
+    Word("SGLang", "max_running_requests", "inference.args", "{max-running-requests: NUMBER}"),
     Word("verl", "n_gpus_per_node", "learner.accelerator.count", "the learner's alone", "learner.accelerator.count"),
     Word("verl", "nnodes", "learner.replicas", "the learner's alone"),
 )

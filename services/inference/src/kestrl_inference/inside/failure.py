@@ -43,6 +43,7 @@ MISFIT = (
     "cannot find any model weights",
     "exceeds dimension size",
     "size mismatch",
+    "must match the size of tensor",
     "does not appear to have a file",
     "error(s) in loading",
     "is not a local folder",

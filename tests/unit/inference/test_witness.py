@@ -163,6 +163,7 @@ async def test_an_unload_ends_the_name_first_and_waits_for_its_requests(app: Pol
         (chat(model=JOB), 404, "write base or base:ADAPTER"),
         (chat(), 404, "write base or base:ADAPTER"),
         (chat(model="base", lora_path=JOB), 400, "in the field model"),
+        (chat(model="base", prompt=[10**9]), 400, "token ids are for /generate"),
         (DIALECT.load("base", "/a"), 400, "not the base model's"),
         (DIALECT.load("a b", "/a"), 400, "letters, digits"),
         (DIALECT.unload(""), 400, "letters, digits"),

@@ -142,10 +142,12 @@ def call_of_chat(request: Mapping[str, Any], base: str) -> Call:
     """The policy of a request in OpenAI's form: `BASE`, or `BASE:ADAPTER`. Pure.
 
     Raises:
-        Refused: It names another model, or two.
+        Refused: It names another model, or two, or has token ids.
     """
     if "lora_path" in request:
         raise Refused(400, f"name an adapter in the field model, as {base}:ADAPTER")
+    if not isinstance(request.get("prompt", ""), str):
+        raise Refused(400, f"prompt must be one text; token ids are for {GENERATE}")
     model = request.get("model")
     if not isinstance(model, str) or model.partition(":")[0] != base:
         raise Refused(404, f"the model {str(model)[:100]!r} is not served; write {base} or {base}:ADAPTER")

@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from kestrl_inference.inside.guard import Application, Message, Receive, Scope, Send
 
@@ -130,12 +130,16 @@ def call_of_generate(request: Mapping[str, Any], base: str, vocabulary: int) -> 
     unknown = sorted(set(request) - FIELDS)
     if unknown:
         raise Refused(400, f"the field {unknown[0]!r} is not allowed here; allowed are {', '.join(sorted(FIELDS))}")
-    ids = request.get("input_ids")
-    if not isinstance(ids, list) or not ids or {*map(type, ids)} != {int}:
+    ids: Any = request.get("input_ids")
+    if not _are_ids(ids):
         raise Refused(400, "input_ids must be one list of token ids")
     if min(ids) < 0 or max(ids) >= vocabulary:
         raise Refused(400, f"input_ids must be from 0 to {vocabulary - 1}")
     return _call(request.get("lora_path"), base)
+
+
+def _are_ids(ids: Any) -> TypeGuard[list[int]]:
+    return isinstance(ids, list) and {*map(type, cast("list[Any]", ids))} == {int}
 
 
 def call_of_chat(request: Mapping[str, Any], base: str) -> Call:
@@ -186,7 +190,7 @@ def document(content: bytes) -> Mapping[str, Any]:
         raise Refused(400, "the body is not JSON") from error
     if not isinstance(parsed, dict):
         raise Refused(400, "the body is not a JSON object")
-    return parsed
+    return cast("dict[str, Any]", parsed)
 
 
 async def body(receive: Receive) -> bytes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+import importlib
 
-EntryClass = [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
+MODELS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+EntryClass = [getattr(importlib.import_module(f"sglang.srt.models.{module}"), name) for module, name in MODELS.items()]
 """The name is SGLang's."""

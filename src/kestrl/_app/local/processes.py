@@ -16,7 +16,7 @@ from kestrl._app.local.logs import Log, tail
 from kestrl._shared import process_guard
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.spec.rules.engine_rules import RESERVED_VARIABLES
+from kestrl._shared.spec.rules.reserved_arguments import RESERVED_VARIABLES
 from kestrl.errors import UserInputError
 
 SERVICES = ("kestrl-inference", "kestrl-judge", "kestrl-learner", "kestrl-rollout", "kestrl-tools")

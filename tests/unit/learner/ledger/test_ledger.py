@@ -70,7 +70,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leased: dict[int, Lease] = {}
         self.finished: dict[int, Lease] = {}
         self.trained: dict[int, int] = {}
-        self.dropped: set[int] = set()
+        self.dropped: dict[int, int] = {}
+        """The first step after each drop."""
         self.step = 0
         self.group_ids: set[str] = set()
 
@@ -117,7 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, data: Any) -> None:
         position = data.draw(st.sampled_from(sorted(self.leased)))
         self.ledger.drop(self.leased.pop(position), "tool/tool_raised")
-        self.dropped.add(position)
+        self.dropped[position] = self.step + 1
 
     @precondition(lambda self: self.finished)
     @rule()
@@ -141,6 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leased.clear()
         self.finished.clear()
         self.trained = {position: step for position, step in self.trained.items() if step <= self.step}
+        self.dropped = {position: step for position, step in self.dropped.items() if step <= self.step}
 
     @invariant()
     def the_books_add_up(self) -> None:

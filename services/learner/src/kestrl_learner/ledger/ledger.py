@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, delete, event, func, insert, make_url, select, update
+from sqlalchemy import create_engine, delete, event, func, insert, make_url, or_, select, update
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.schema import CreateSchema
@@ -275,9 +275,13 @@ class Ledger:
             self._move(connection, [lease.position], leaves, state="dropped", reason=reason)
 
     def train(self, leases: Sequence[Lease], step: int) -> None:
-        """Records that an optimiser step consumed the leases: all or none."""
+        """Records that an optimiser step consumed the leases: all or none. What was dropped before it is stored with
+        the step, and a resume from before it attempts that again.
+        """
         with self._owned() as connection:
             self._move(connection, [lease.position for lease in leases], "finished", state="trained", step=step)
+            dropped = update(work).where(work.c.state == "dropped", work.c.dropped_before.is_(None))
+            connection.execute(dropped.values(dropped_before=step))
 
     def frontier(self) -> int:
         """The newest recorded optimiser step; 0 for none."""
@@ -287,7 +291,8 @@ class Ledger:
     def rewind(self, step: int) -> int:
         """Resets the ledger to the step of a checkpoint; returns the number of scenarios that are pending again.
 
-        These are scenarios in flight, those trained by later steps, and those that a shorter schedule left over.
+        These are scenarios in flight, those trained or dropped after the step, and those that a shorter schedule left
+        over.
 
         Raises:
             LedgerError: The ledger does not have that step, so it does not match the checkpoint (code `ledger_behind`).
@@ -300,10 +305,12 @@ class Ledger:
             connection.execute(insert(resumption).values(token=self._token, step=step))
             flying = update(work).where(work.c.state.in_(["leased", "finished"]))
             later = update(work).where(work.c.state == "trained", work.c.step > step)
-            left = update(work).where(work.c.state == "dropped", work.c.reason == END_OF_SCHEDULE)
+            since = or_(work.c.dropped_before.is_(None), work.c.dropped_before > step, work.c.reason == END_OF_SCHEDULE)
+            left = update(work).where(work.c.state == "dropped", since)
             values: dict[str, Any] = {
                 "state": "pending",
                 "step": None,
+                "dropped_before": None,
                 "attempt": work.c.attempt + 1,
                 "reason": "resumed",
             }

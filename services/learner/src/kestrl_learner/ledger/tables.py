@@ -18,6 +18,7 @@ work = Table(
     Column("failures", Integer, nullable=False, default=0, server_default="0", doc="of these, because it failed"),
     Column("policy_step", Integer, doc="version it was leased under"),
     Column("step", Integer, doc="optimiser step that trained on it"),
+    Column("dropped_before", Integer, doc="the first optimiser step after it was dropped, which is stored with it"),
     Column("reason", Text, doc="why it was dropped, or why it went back to pending"),
     CheckConstraint(f"state IN {STATES}", name="work_state"),
     CheckConstraint("(state = 'trained') = (step IS NOT NULL)", name="work_trained_has_step"),

@@ -95,7 +95,7 @@ engine-versions: $(STAMP)
 ## make agents           run agents of other frameworks against the gateway, each in an environment of its own
 agents: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py tests/unit/storage/test_episode_readers.py
 
 langgraph: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph
@@ -136,12 +136,14 @@ gen: $(STAMP)
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py
 	$(BIN)/python scripts/gen_kubernetes.py
 	$(BIN)/python scripts/gen_chart.py
+	$(BIN)/python scripts/gen_episodes.py
 	$(BIN)/python -m tests.contract.record --additions
 
 gen-check: $(STAMP)
 	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_kubernetes.py --check
 	$(BIN)/python scripts/gen_chart.py --check
+	$(BIN)/python scripts/gen_episodes.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 	$(BIN)/python -m tests.contract.record --check
 

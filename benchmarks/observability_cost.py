@@ -76,7 +76,7 @@ def ledger_seconds(folder: Path, steps: int = 50) -> float:
 
 def store_seconds(run: Path, folder: Path) -> float:
     """Seconds for storing the episodes of the run's last step."""
-    batch = ObjectEpisodeStore(open_store(run.as_uri())).read(Purpose.TRAIN, STEPS - 1)
+    batch = ObjectEpisodeStore(open_store(run.as_uri())).read(Purpose.TRAIN, STEPS)
     episodes = ObjectEpisodeStore(open_store((folder / "bench").as_uri()))
     taken: list[float] = []
     for _ in range(5):

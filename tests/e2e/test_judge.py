@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 
 import obstore
+import pyarrow
 import pytest
-
-from kestrl.api.common.v1 import common_pb2
+from pyarrow import parquet
 
 from . import judge_model
 from .cluster.client import Cluster, Object
@@ -60,13 +60,13 @@ def holders(cluster: Cluster, namespace: str, key: str) -> tuple[set[str], set[s
 def trained_rewards(installation: Installation, job: Object) -> list[float]:
     """Rewards of all episodes that the job kept of its training, those without one left out."""
     run = f"e2e/{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}/episodes/train"
-    batches = [
-        common_pb2.GroupBatch.FromString(bytes(obstore.get(installation.bucket, path).bytes()))
+    tables = [
+        parquet.read_table(pyarrow.BufferReader(bytes(obstore.get(installation.bucket, path).bytes())))
         for path in stored(installation, job["metadata"]["name"])
         if path.startswith(run)
     ]
-    episodes = [episode for batch in batches for group in batch.groups for episode in group.episodes]
-    return [episode.reward for episode in episodes if episode.HasField("reward")]
+    rows = [row for table in tables for row in table.select(["outcome", "reward"]).to_pylist()]
+    return [row["reward"] for row in rows if row["outcome"] == "trained" and row["reward"] is not None]
 
 
 @pytest.mark.long

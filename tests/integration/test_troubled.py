@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from tests.fakes.s3 import serving_s3
 
 from kestrl._app.local.rundir import RunDir
-from kestrl.api.common.v1 import common_pb2
-from kestrl.episode.codec import group_from_proto
+from kestrl.episode import Purpose
 from kestrl.storage import open_store
+from kestrl.storage.episodes import TRAINED_OUTCOMES, EpisodeFilter, ObjectEpisodeStore
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 
@@ -78,7 +78,7 @@ def test_a_run_lives_in_s3_and_resumes_from_there(tmp_path: Path) -> None:
         assert "resuming run email-search-1" in kestrl(*arguments, **environment)
         assert summary_of(run)["policy"]["uri"].startswith("s3://kestrl/demo/email-search-1/adapters/000005-")
         stored = {str(item["path"]) for batch in bucket.list("demo") for item in batch}
-        assert {f"demo/email-search-1/episodes/train/{step:06d}.pb" for step in range(5)} <= stored
+        assert {f"demo/email-search-1/episodes/train/step={step:06d}.parquet" for step in range(1, 6)} <= stored
         listed = kestrl("episodes", "list", run.id, "--runs", runs, "--step", "1", **environment)
         assert len(listed.splitlines()) == 8
         kestrl("export", run.id, "--runs", runs, "--out", tmp_path / "out", **environment)
@@ -308,9 +308,9 @@ def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:
     assert summary_of(run)["status"] == "succeeded"
     assert "2 steps in" in printed
     store = open_store(run.path.as_uri())
-    batches = [common_pb2.GroupBatch.FromString(store.get(path)) for path in store.list("episodes/train")]
-    groups = [group_from_proto(group) for batch in batches for group in batch.groups]
-    episodes = [(group.scenario.agent, episode) for group in groups for episode in group.episodes]
+    trained = EpisodeFilter(purpose=Purpose.TRAIN, outcomes=TRAINED_OUTCOMES)
+    stored = [*ObjectEpisodeStore(store).select(trained)]
+    episodes = [(each.group.scenario.agent, each.episode) for each in stored]
     assert len(episodes) == 16
     assert {agent for agent, _ in episodes} == {"", "brief"}
     for agent, episode in episodes:
@@ -330,7 +330,8 @@ def test_a_users_own_environment_loops_and_reward(tmp_path: Path) -> None:
             "ruler": judged,
         }
         assert episode.reward == pytest.approx(written + 0.1 * basket.get("lamp", 0))
-    for group in groups:  # the base model on the job's own engine, held to the schema
+    groups = {each.group.id: each.group for each in stored}
+    for group in groups.values():  # the base model on the job's own engine, held to the schema
         calls = group.scoring["ruler"]["calls"]
         assert {call["model"] for call in calls} == {"base"}
         assert [tool["function"]["name"] for tool in group.tools] == ["search", "buy"]

@@ -95,7 +95,7 @@ class Rejudge(Model):
     """The rules of the job, whose stored values are used."""
     max_turns: int
     batch: str
-    """File with a GroupBatch."""
+    """File with a GroupBatch, which the command writes."""
 
 
 class DecodeRequest(Model):

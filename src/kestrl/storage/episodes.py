@@ -1,67 +1,49 @@
 """Stored episodes: what the learner appends at each step and evaluation, and what `kestrl episodes` reads.
 
-`EpisodeStore` is the protocol; `ObjectEpisodeStore` keeps one object a step in a run's storage. Test an implementation
-of your own with `kestrl.testing.episode_store.check_episode_store`.
+`EpisodeStore` is the protocol; `ObjectEpisodeStore` keeps one Parquet file a step in a run's storage. Test an
+implementation of your own with `kestrl.testing.episode_store.check_episode_store`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
 from kestrl.api.common.v1 import common_pb2 as pb
-from kestrl.episode import Episode, Group, Purpose
-from kestrl.episode.codec import group_from_proto, group_to_proto
+from kestrl.episode import Purpose
+from kestrl.episode.codec import group_from_proto
 from kestrl.errors import StorageError
 from kestrl.storage import layout
 from kestrl.storage.objects import ObjectStore
+from kestrl.storage.stored_groups import (
+    SCORED_OUTCOMES,
+    TRAINED_OUTCOMES,
+    EpisodeBatch,
+    EpisodeFilter,
+    GroupOutcome,
+    StoredEpisode,
+    StoredGroup,
+    TrainedTokens,
+)
+from kestrl.storage.table.decoding import groups_of
+from kestrl.storage.table.files import DAMAGED, TableFile, damaged, file_of
 
-DAMAGED = "episodes_damaged"
-"""Failure code of a batch that cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeBatch:
-    """The groups that one step or evaluation consumed."""
-
-    purpose: Purpose
-    step: int
-    """Optimiser steps that had been done: the batch 0 of training is the first step's."""
-    groups: Sequence[Group]
-
-
-class StoredEpisode(NamedTuple):
-    """An episode and where it is stored."""
-
-    purpose: Purpose
-    step: int
-    group: Group
-    episode: Episode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeFilter:
-    """Selection of episodes; None in a field selects all."""
-
-    purpose: Purpose | None = None
-    step: int | None = None
-    id: str | None = None
-    """Id of one episode."""
-    scenario: str | None = None
-    """Id of the scenario."""
-    failed: bool | None = None
-    """Whether something other than the model failed."""
-
-    def matches(self, episode: Episode) -> bool:
-        """Whether an episode has the selected id, scenario and outcome."""
-        return (
-            self.id in {None, episode.id}
-            and self.scenario in {None, episode.scenario_id}
-            and self.failed in {None, episode.failure is not None}
-        )
+__all__ = [
+    "DAMAGED",
+    "SCORED_OUTCOMES",
+    "TRAINED_OUTCOMES",
+    "EpisodeBatch",
+    "EpisodeFilter",
+    "EpisodeStore",
+    "GroupOutcome",
+    "ObjectEpisodeStore",
+    "StoredEpisode",
+    "StoredGroup",
+    "TrainedTokens",
+    "select_in",
+]
 
 
 class EpisodeStore(Protocol):
@@ -105,43 +87,87 @@ class EpisodeStore(Protocol):
 
 def select_in(batch: EpisodeBatch, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
     """The episodes of a batch that a filter matches."""
-    for group in batch.groups:
-        for episode in group.episodes:
-            if chosen.matches(episode):
-                yield StoredEpisode(batch.purpose, batch.step, group, episode)
+    for stored in batch.stored:
+        for episode in stored.group.episodes:
+            if chosen.matches(stored, episode):
+                yield StoredEpisode(batch.purpose, batch.step, stored, episode)
 
 
 class ObjectEpisodeStore(EpisodeStore):
-    """Episodes in object storage: `episodes/train/NNNNNN.pb` and `episodes/eval/NNNNNN.pb`, a `GroupBatch` each.
+    """Episodes in object storage: `episodes/train/step=NNNNNN.parquet` and `episodes/eval/step=NNNNNN.parquet`, with
+    the columns of `kestrl.storage.table.columns`. Reads what KestRL 0.1 stored, too.
 
     Args:
         store: The run's storage.
+        run: Id of the run, for the column of this name.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, run: str = "") -> None:
+        self._store, self._run = store, run
 
     def append(self, batch: EpisodeBatch) -> None:
-        message = pb.GroupBatch(
-            step=batch.step, purpose=batch.purpose, groups=[group_to_proto(group) for group in batch.groups]
-        )
-        self._store.put(layout.episode_batch(batch.purpose, batch.step), message.SerializeToString())
+        self._store.put(layout.episode_batch(batch.purpose, batch.step), file_of(batch, self._run))
 
     def steps(self, purpose: Purpose) -> Sequence[int]:
         paths = self._store.list(layout.episodes_folder(purpose))
-        return sorted(step for path in paths if (step := layout.episode_step(path)) is not None)
+        return sorted({step for path in paths if (step := layout.episode_step(path)) is not None})
+
+    def table(self, purpose: Purpose, step: int) -> TableFile | None:
+        """The Parquet file of a batch; None of one that KestRL 0.1 stored. Raises as `read` does."""
+        try:
+            return TableFile(self._store, layout.episode_batch(purpose, step))
+        except StorageError as error:
+            if error.code != "not_found" or not self._store.exists(layout.old_episode_batch(purpose, step)):
+                raise
+            return None
 
     def read(self, purpose: Purpose, step: int) -> EpisodeBatch:
-        path = layout.episode_batch(purpose, step)
+        return self._read(purpose, step, None)
+
+    def select(self, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
+        """As the protocol's; transfers only the rows of groups with an episode that the filter may match."""
+        for purpose in Purpose if chosen.purpose is None else (chosen.purpose,):
+            for step in self.steps(purpose):
+                if chosen.step in {None, step}:
+                    yield from select_in(self._read(purpose, step, chosen), chosen)
+
+    def _read(self, purpose: Purpose, step: int, chosen: EpisodeFilter | None) -> EpisodeBatch:
+        file = self.table(purpose, step)
+        if file is None:
+            return self._read_old(purpose, step)
+        places = None if chosen is None else _places(file, chosen)
+        return EpisodeBatch(purpose=purpose, step=step, stored=self._decoded(file.rows(places), purpose, step))
+
+    def _decoded(self, rows: Sequence[dict[str, object]], purpose: Purpose, step: int) -> list[StoredGroup]:
+        try:
+            return groups_of(rows)
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(self._store.address(layout.episode_batch(purpose, step)), error) from error
+
+    def _read_old(self, purpose: Purpose, step: int) -> EpisodeBatch:
+        path = layout.old_episode_batch(purpose, step)
         content = self._store.get(path)
         try:
-            message = pb.GroupBatch.FromString(content)
-            groups = [group_from_proto(group) for group in message.groups]
+            groups = [group_from_proto(group) for group in pb.GroupBatch.FromString(content).groups]
         except (DecodeError, ValueError) as error:
-            raise StorageError(
-                f"{self._store.address(path)} is damaged: {error}; restore it or remove it", code=DAMAGED
-            ) from error
-        return EpisodeBatch(purpose=purpose, step=step, groups=groups)
+            raise damaged(self._store.address(path), error) from error
+        outcome = GroupOutcome.TRAINED if purpose is Purpose.TRAIN else GroupOutcome.EVALUATED
+        stored = [StoredGroup(group=group, outcome=outcome) for group in groups]
+        return EpisodeBatch(purpose=purpose, step=step, stored=stored)
 
     def delete(self, purpose: Purpose, step: int) -> None:
         self._store.delete(layout.episode_batch(purpose, step))
+        self._store.delete(layout.old_episode_batch(purpose, step))
+
+
+def _places(file: TableFile, chosen: EpisodeFilter) -> Sequence[int] | None:
+    """Places of the rows of groups with an episode of the selected id and scenario; None for all."""
+    if chosen.id is None and chosen.scenario is None:
+        return None
+    keys = file.read(["group_index", "episode", "scenario"]).to_pylist()
+    groups = {
+        key["group_index"]
+        for key in keys
+        if chosen.id in {None, key["episode"]} and chosen.scenario in {None, key["scenario"]}
+    }
+    return [place for place, key in enumerate(keys) if key["group_index"] in groups]

@@ -16,7 +16,9 @@ MANIFEST = "manifest.json"
 """Written after every other file of its folder: a folder without one is incomplete and is not read."""
 
 _EPISODES = {Purpose.TRAIN: "episodes/train", Purpose.EVALUATION: "episodes/eval"}
-_BATCH = re.compile(r"episodes/(?:train|eval)/(?P<step>\d+)\.pb")
+_BATCH = re.compile(r"episodes/(?:train|eval)/step=(?P<step>\d+)\.parquet")
+_OLD_BATCH = re.compile(r"episodes/(?P<purpose>train|eval)/(?P<done>\d+)\.pb")
+LABELS = "episodes/labels"
 _ADAPTER = re.compile(r"adapters/(?P<step>\d+)-(?P<digest>[0-9a-f]+)")
 _CHECKPOINT_MANIFEST = re.compile(r"checkpoints/(?P<step>\d+)/manifest\.json")
 
@@ -36,14 +38,27 @@ def episodes_folder(purpose: Purpose) -> str:
 
 
 def episode_batch(purpose: Purpose, step: int) -> str:
-    """Groups that were consumed when `step` optimiser steps had been done."""
-    return f"{_EPISODES[purpose]}/{step:06d}.pb"
+    """Groups of an optimiser step, of which the first is 1, or of the evaluation after so many steps."""
+    return f"{_EPISODES[purpose]}/step={step:06d}.parquet"
+
+
+def old_episode_batch(purpose: Purpose, step: int) -> str:
+    """The same in runs of KestRL 0.1, as protobuf: its training steps are numbered from 0."""
+    return f"{_EPISODES[purpose]}/{step - (purpose is Purpose.TRAIN):06d}.pb"
 
 
 def episode_step(path: str) -> int | None:
     """Step of the batch at a path; None for other files."""
-    found = _BATCH.fullmatch(path)
-    return None if found is None else int(found["step"])
+    if parts := _BATCH.fullmatch(path):
+        return int(parts["step"])
+    if parts := _OLD_BATCH.fullmatch(path):
+        return int(parts["done"]) + (parts["purpose"] == "train")
+    return None
+
+
+def episode_label(digest: str) -> str:
+    """A person's label of the episode whose id has this digest."""
+    return f"{LABELS}/{digest}.parquet"
 
 
 def adapter_folder(policy: PolicyVersion) -> str:

@@ -193,6 +193,24 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._refused("read", path, error) from error
 
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        """Reads some bytes of an object. Raises as `get` does."""
+        try:
+            return bytes(obstore.get_range(self._store, path, start=start, length=length))
+        except FileNotFoundError as error:
+            raise self._missing(path, error) from error
+        except (BaseError, OSError) as error:
+            raise self._refused("read", path, error) from error
+
+    def size(self, path: str) -> int:
+        """Bytes of an object. Raises as `get` does."""
+        try:
+            return obstore.head(self._store, path)["size"]
+        except FileNotFoundError as error:
+            raise self._missing(path, error) from error
+        except (BaseError, OSError) as error:
+            raise self._refused("look at", path, error) from error
+
     def _missing(self, path: str, error: FileNotFoundError) -> PlaceError | StorageError:
         if "NoSuchBucket" in str(error):
             return self._refused("read", path, error)

@@ -25,7 +25,16 @@ from kestrl.episode import (
 )
 from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Boundary, Failure, StorageError
-from kestrl.storage.episodes import EpisodeBatch, EpisodeFilter, EpisodeStore, StoredEpisode, select_in
+from kestrl.storage.episodes import (
+    EpisodeBatch,
+    EpisodeFilter,
+    EpisodeStore,
+    GroupOutcome,
+    StoredEpisode,
+    StoredGroup,
+    TrainedTokens,
+    select_in,
+)
 
 STEPS = (12, 0, 3)
 """Steps in the order in which they are stored."""
@@ -76,12 +85,25 @@ def _check_batches(store: EpisodeStore, batches: dict[tuple[Purpose, int], Episo
     for (purpose, step), batch in batches.items():
         found = store.read(purpose, step)
         assert (found.purpose, found.step) == (purpose, step), f"read({purpose}, {step}) returned another batch"
-        assert _content(found.groups) == _content(batch.groups), f"read({purpose}, {step}) differs from what was stored"
+        assert _content(found.stored) == _content(batch.stored), f"read({purpose}, {step}) differs from what was stored"
 
 
-def _content(groups: Sequence[Group]) -> list[bytes]:
+def _content(stored: Sequence[StoredGroup]) -> list[tuple[object, ...]]:
     """Everything of the groups, comparable: log-probs to the bit, and sequences of whatever type."""
-    return [group_to_proto(group).SerializeToString(deterministic=True) for group in groups]
+    return [
+        (
+            group_to_proto(each.group).SerializeToString(deterministic=True),
+            each.outcome,
+            each.attempt,
+            each.reason,
+            each.failure,
+            {
+                episode: (tokens.advantages.tobytes(), tokens.learner_logprobs.tobytes())
+                for episode, tokens in each.tokens.items()
+            },
+        )
+        for each in stored
+    ]
 
 
 def _filters() -> Iterator[EpisodeFilter]:
@@ -93,6 +115,7 @@ def _filters() -> Iterator[EpisodeFilter]:
         yield EpisodeFilter(id=f"{purpose}/3/scenario-1/1")
     yield EpisodeFilter(step=0, failed=True)
     yield EpisodeFilter(scenario="scenario-0", failed=False)
+    yield EpisodeFilter(outcomes={GroupOutcome.SHRUNK, GroupOutcome.RETRIED})
     yield EpisodeFilter(scenario="no such scenario")
 
 
@@ -114,12 +137,12 @@ def _place(stored: StoredEpisode) -> tuple[Purpose, int, str, str]:
 
 
 def _check_replacement(store: EpisodeStore, make: Callable[[], EpisodeStore]) -> None:
-    again = EpisodeBatch(purpose=Purpose.TRAIN, step=3, groups=[_group("again/0", "another", 1)])
+    again = EpisodeBatch(purpose=Purpose.TRAIN, step=3, stored=[_stored("again/0", "another", 1)])
     store.append(again)
-    found = make().read(Purpose.TRAIN, 3).groups
-    assert _content(found) == _content(again.groups), "a batch of a step that was stored before replaces it"
-    store.append(EpisodeBatch(purpose=Purpose.TRAIN, step=3, groups=[]))
-    assert not make().read(Purpose.TRAIN, 3).groups, "a batch may be empty"
+    found = make().read(Purpose.TRAIN, 3).stored
+    assert _content(found) == _content(again.stored), "a batch of a step that was stored before replaces it"
+    store.append(EpisodeBatch(purpose=Purpose.TRAIN, step=3, stored=[]))
+    assert not make().read(Purpose.TRAIN, 3).stored, "a batch may be empty"
 
 
 def _check_deletion(store: EpisodeStore, make: Callable[[], EpisodeStore]) -> None:
@@ -131,8 +154,24 @@ def _check_deletion(store: EpisodeStore, make: Callable[[], EpisodeStore]) -> No
 
 
 def _batch(purpose: Purpose, step: int) -> EpisodeBatch:
-    groups = [_group(f"{purpose}/{step}/scenario-{index}", f"scenario-{index}", 3) for index in range(2)]
-    return EpisodeBatch(purpose=purpose, step=step, groups=groups)
+    stored = [_stored(f"{purpose}/{step}/scenario-{index}", f"scenario-{index}", 3) for index in range(2)]
+    late = Failure(boundary=Boundary.INFRASTRUCTURE, code="step_deadline", message="late", retryable=True)
+    failed = StoredGroup(
+        group=_group(f"{purpose}/{step}/scenario-2", "scenario-2", 0),
+        outcome=GroupOutcome.RETRIED,
+        attempt=1,
+        reason="late",
+        failure=late,
+    )
+    return EpisodeBatch(purpose=purpose, step=step, stored=[*stored, failed])
+
+
+def _stored(name: str, scenario: str, size: int) -> StoredGroup:
+    """A group of which only the first episode was trained on."""
+    tokens = TrainedTokens(advantages=array("f", [0.5, -0.25]), learner_logprobs=array("f", [-0.125, -12.5]))
+    return StoredGroup(
+        group=_group(name, scenario, size), outcome=GroupOutcome.SHRUNK, attempt=2, tokens={f"{name}/0": tokens}
+    )
 
 
 def _group(name: str, scenario: str, size: int) -> Group:

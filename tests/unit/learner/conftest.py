@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +23,13 @@ from tests.unit.learner.fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.learner import EngineEntry, GapBounds, LearnerSettings
-from kestrl.api.common.v1 import common_pb2
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
-from kestrl.episode import Group
-from kestrl.episode.codec import group_from_proto
+from kestrl.episode import Group, Purpose
 from kestrl.errors import Failure
+from kestrl.storage import open_store
+from kestrl.storage.episodes import TRAINED_OUTCOMES, GroupOutcome, ObjectEpisodeStore, StoredGroup
 from kestrl_learner.dispatch import workers as workers_module
 from kestrl_learner.engines import engines as engines_module
 from kestrl_learner.model.policy_model import PolicyModel
@@ -88,10 +88,14 @@ class Stage:
     def summary(self) -> Any:
         return self.read("summary.json")
 
-    def groups(self, path: str) -> list[Group]:
-        """The groups of a stored batch."""
-        batch = common_pb2.GroupBatch.FromString((self.folder / "store" / path).read_bytes())
-        return [group_from_proto(group) for group in batch.groups]
+    def groups(self, step: int, purpose: Purpose = Purpose.TRAIN) -> list[Group]:
+        """The groups that a step trained on, or those of an evaluation."""
+        used = TRAINED_OUTCOMES | {GroupOutcome.EVALUATED}
+        return [each.trained for each in self.stored(step, purpose) if each.outcome in used]
+
+    def stored(self, step: int, purpose: Purpose = Purpose.TRAIN) -> Sequence[StoredGroup]:
+        """All groups of a stored batch."""
+        return ObjectEpisodeStore(open_store(str(self.folder / "store"))).read(purpose, step).stored
 
     def adapter_bytes(self, step: int) -> bytes:
         (folder,) = (self.folder / "store" / "adapters").glob(f"{step:06d}-*")

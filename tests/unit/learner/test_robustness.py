@@ -79,7 +79,7 @@ async def test_a_step_starts_without_a_late_group_and_the_group_is_retried(stage
             pass
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["failures"] == {"infrastructure/step_deadline": 1}
-        trained = [[group.scenario.id for group in stage.groups(f"episodes/train/{step:06d}.pb")] for step in range(3)]
+        trained = [[group.scenario.id for group in stage.groups(step + 1)] for step in range(3)]
         assert [len(groups) for groups in trained] == [1, 2, 2]
         assert hung[0] in trained[1], "what was late is the next to be attempted"
         assert stage.workers[0].running == 0
@@ -224,7 +224,7 @@ async def test_a_straggler_too_old_to_be_trained_on_is_given_up_and_frees_its_sl
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6
         assert all(agent.most_held <= 3 for agent in stage.agents)
-        groups = [group for step in range(6) for group in stage.groups(f"episodes/train/{step:06d}.pb")]
+        groups = [group for step in range(6) for group in stage.groups(step + 1)]
         assert first[0] not in {group.id for group in groups}
         assert len(groups) == 12
         # The scenario itself came back, and was trained on exactly once an epoch.

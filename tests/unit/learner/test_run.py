@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 from tests.unit.learner.fakes import DECOUPLED, make_policy
 
 from kestrl._shared.spec.algorithms import PRESETS
-from kestrl.episode import UNSCORED, Group, StopReason
+from kestrl.episode import UNSCORED, Group, Purpose, StopReason
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.storage import open_store
+from kestrl.storage.episodes import GroupOutcome, ObjectEpisodeStore, StoredGroup
 from kestrl.storage.files import digest
 from kestrl_learner.dispatch.dispatcher import Dispatcher
 from kestrl_learner.model import adapters
@@ -128,16 +130,59 @@ async def test_evaluations_between_are_kept_over_a_resume(staged: Any) -> None:
         assert {"reward", "num_turns", "duration"} <= step.keys()
 
 
+async def test_what_training_computed_is_stored_with_the_tokens(staged: Any) -> None:
+    async with staged() as stage:
+        await train(stage.but(max_steps=1))
+        for each in stage.stored(1):
+            assert each.tokens.keys() == {episode.id for episode in each.group.episodes}
+            rewards = [episode.reward for episode in each.group.episodes]
+            means = [sum(each.tokens[episode.id].advantages) for episode in each.group.episodes]
+            assert sorted(range(3), key=rewards.__getitem__) == sorted(range(3), key=means.__getitem__)
+            for episode in each.group.episodes:
+                behaviour = [
+                    value for row in episode.rows for value, on in zip(row.logprobs, row.mask, strict=True) if on
+                ]
+                assert list(each.tokens[episode.id].learner_logprobs) == pytest.approx(behaviour, abs=2e-4)
+
+
+async def test_a_resume_repeats_what_was_dropped_after_its_checkpoint(staged: Any) -> None:
+    """Its record was in a file that the resumed run writes anew."""
+    async with staged() as stage:
+        failure = Failure(boundary=Boundary.TOOL, code="tool_raised", message="a bug")
+
+        def break_one(request: Any, group: Any) -> Any:
+            if request.purpose == "train" and request.scenario.ordinal == 3:
+                broken = [replace(episode, failure=failure, reward=None) for episode in group.episodes]
+                return replace(group, episodes=broken)
+            return group
+
+        stage.workers[0].script = break_one
+        await train(stage.but(epochs=1, max_steps=2, checkpoint_every=10))
+        dropped = [each for step in (1, 2) for each in stage.stored(step) if each.outcome is GroupOutcome.DROPPED]
+        for manifest in (stage.folder / "store" / "checkpoints").glob("*/manifest.json"):
+            manifest.unlink()
+        stage.workers[0].script = lambda request, group: group
+        await train(stage.but(epochs=1, max_steps=3, checkpoint_every=10))
+        again = {each.group.scenario.ordinal: each for step in (1, 2, 3) for each in stage.stored(step)}
+        assert [each.group.scenario.ordinal for each in dropped] in ([], [3])
+        assert {each.outcome for each in again.values()} == {GroupOutcome.TRAINED}
+        assert again.keys() == set(range(6))
+
+
+def all_stored(stage: Any) -> list[StoredGroup]:
+    """The groups of all training files; those that no step was left to take are where the next step would be."""
+    episodes = ObjectEpisodeStore(open_store(str(stage.folder / "store")))
+    return [each for step in episodes.steps(Purpose.TRAIN) for each in episodes.read(Purpose.TRAIN, step).stored]
+
+
 async def test_episodes_of_every_step_are_stored_whole(staged: Any) -> None:
     async with staged() as stage:
         await train(stage.but(max_steps=2))
-        groups = [
-            group for path in ("episodes/train/000000.pb", "episodes/train/000001.pb") for group in stage.groups(path)
-        ]
+        groups = [group for step in (1, 2) for group in stage.groups(step)]
         assert len(groups) == 4
         assert all(len(group.episodes) == 3 for group in groups)
         assert len({group.scenario.id for group in groups}) == 4
-        assert [group.scenario.ordinal for group in stage.groups("episodes/eval/000002.pb")] == [0, 1, 2]
+        assert [group.scenario.ordinal for group in stage.groups(2, Purpose.EVALUATION)] == [0, 1, 2]
 
 
 async def test_a_group_with_a_permanent_failure_is_dropped_with_its_reason(staged: Any) -> None:
@@ -155,6 +200,11 @@ async def test_a_group_with_a_permanent_failure_is_dropped_with_its_reason(stage
         assert stage.states == {"trained": 10, "dropped": 2}
         assert stage.summary["failures"] == {"tool/tool_raised": 2}
         assert stage.summary["steps"] == 5
+        stored = all_stored(stage)
+        assert Counter(each.outcome for each in stored) == {GroupOutcome.TRAINED: 10, GroupOutcome.DROPPED: 2}
+        dropped = [each for each in stored if each.outcome is GroupOutcome.DROPPED]
+        assert {each.reason for each in dropped} == {"tool/tool_raised: a bug"}
+        assert [len(each.group.episodes) for each in dropped] == [3, 3], "with the episodes that did not fail"
 
 
 async def test_a_group_shrinks_where_the_job_says_so(staged: Any) -> None:
@@ -170,7 +220,10 @@ async def test_a_group_shrinks_where_the_job_says_so(staged: Any) -> None:
 
         stage.workers[0].script = break_one
         await train(stage.but(max_steps=2, algorithm={"on_failed_episode": "shrink"}))
-        assert [len(group.episodes) for group in stage.groups("episodes/train/000000.pb")] == [2, 2]
+        assert [len(group.episodes) for group in stage.groups(1)] == [2, 2]
+        stored = stage.stored(1)
+        assert [(each.outcome, len(each.group.episodes)) for each in stored] == [(GroupOutcome.SHRUNK, 3)] * 2
+        assert [each.group.episodes[2].failure.code for each in stored] == ["reward_raised"] * 2
 
 
 async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any) -> None:
@@ -194,6 +247,10 @@ async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any
         assert len(ids) == 8
         assert len(set(ids)) == 8
         assert all(len(found) == 1 for found in seeds.values())
+        stored = all_stored(stage)
+        retried = [each for each in stored if each.outcome is GroupOutcome.RETRIED]
+        assert [(each.attempt, each.group.episodes, bool(each.failure)) for each in retried] == [(0, [], True)] * 2
+        assert {each.attempt for each in stored if each.group.scenario.ordinal < 2 and each not in retried} == {1}
 
 
 async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -> None:
@@ -210,6 +267,10 @@ async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -
         assert "user_code" in str(caught.value)
         assert stage.summary["status"] == "failed"
         assert "too_many_failures" in stage.summary["reason"]
+        # What a person looks for after such an end: the groups that no step took, where the next step would be.
+        failed = stage.stored(1)
+        assert {each.outcome for each in failed} <= {GroupOutcome.DROPPED, GroupOutcome.RETRIED}
+        assert {episode.failure for each in failed for episode in each.group.episodes} == {failure}
 
 
 def without_scores(group: Group) -> Group:
@@ -233,6 +294,9 @@ async def test_unscored_groups_are_masked_and_counted(staged: Any) -> None:
         assert stage.states == {"dropped": 3, "trained": 3}
         size = stage.settings.algorithm.group_size
         assert stage.summary["failures"] == {"judge/unscored": 3 * size}
+        masked = [each for each in all_stored(stage) if each.outcome is GroupOutcome.MASKED]
+        assert len(masked) == 3
+        assert all("status 503" in each.reason for each in masked)
 
 
 async def test_a_run_whose_groups_are_all_unscored_stops(staged: Any) -> None:
@@ -317,7 +381,7 @@ async def test_tokens_of_another_policy_are_refused_and_counted(staged: Any) -> 
         await train(stage.but(max_steps=2))
         assert refused
         assert [name.partition("/")[0] for name in stage.summary["failures"]] == ["engine"]
-        assert all(group.id != refused[0] for group in stage.groups("episodes/train/000000.pb"))
+        assert all(group.id != refused[0] for group in stage.groups(1))
 
 
 async def test_an_engine_that_fails_the_proof_is_named_in_no_request(staged: Any) -> None:
@@ -439,7 +503,7 @@ async def test_dynamic_sampling_replaces_groups_of_equal_rewards(staged: Any) ->
     async with staged() as stage:
         stage.workers[0].script = lambda request, group: equal_rewards(group, request.scenario.ordinal % 2)
         await train(stage.but(validation=None, max_steps=3, algorithm={"name": "dapo", "dynamic_sampling": True}))
-        groups = [group for step in range(3) for group in stage.groups(f"episodes/train/{step:06d}.pb")]
+        groups = [group for step in range(3) for group in stage.groups(step + 1)]
         assert len(groups) == 6
         assert all(group.scenario.ordinal % 2 == 0 for group in groups)
         assert "dynamic sampling" in stage.reasons[0]

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import random
+import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from kestrl.api.common.v1 import common_pb2
-from kestrl.episode import PolicyVersion, Purpose
-from kestrl.errors import StorageError
+from kestrl.episode import Group, PolicyVersion, Purpose, Row, Scenario
+from kestrl.episode.codec import group_to_proto
+from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import ObjectStore, layout
 from kestrl.storage.episodes import (
     DAMAGED,
     EpisodeBatch,
     EpisodeFilter,
     EpisodeStore,
+    GroupOutcome,
     ObjectEpisodeStore,
     StoredEpisode,
 )
+from kestrl.storage.table.files import ROW_GROUP
+from kestrl.testing.attempts import make_attempt
 from kestrl.testing.episode_store import check_episode_store
 
 
@@ -68,11 +77,16 @@ class RaisesKeyError(Memory):
 class LosesRewards(Memory):
     def read(self, purpose: Purpose, step: int) -> EpisodeBatch:
         batch = super().read(purpose, step)
-        groups = [
-            replace(group, episodes=[replace(episode, reward=episode.reward or None) for episode in group.episodes])
-            for group in batch.groups
-        ]
-        return replace(batch, groups=groups)
+        return replace(batch, stored=[replace(each, group=self._damaged(each.group)) for each in batch.stored])
+
+    def _damaged(self, group: Group) -> Group:
+        return replace(group, episodes=[replace(each, reward=each.reward or None) for each in group.episodes])
+
+
+class LosesOutcomes(Memory):
+    def read(self, purpose: Purpose, step: int) -> EpisodeBatch:
+        batch = super().read(purpose, step)
+        return replace(batch, stored=[replace(each, outcome=GroupOutcome.TRAINED) for each in batch.stored])
 
 
 class IgnoresTheFilter(Memory):
@@ -98,6 +112,7 @@ def test_a_small_store_conforms() -> None:
         (Unordered, "ascending order"),
         (RaisesKeyError, "code not_found"),
         (LosesRewards, "differs from what was stored"),
+        (LosesOutcomes, "differs from what was stored"),
         (IgnoresTheFilter, r"select\("),
         (DeletesBoth, "one step of one purpose"),
     ],
@@ -116,16 +131,14 @@ def test_a_store_that_forgets_is_found() -> None:
 def test_a_batch_is_one_object_that_names_its_step_and_purpose(store: ObjectStore) -> None:
     episodes = ObjectEpisodeStore(store)
     for purpose in Purpose:
-        episodes.append(EpisodeBatch(purpose=purpose, step=4, groups=[]))
-    assert store.list("") == ["episodes/eval/000004.pb", "episodes/train/000004.pb"]
-    stored = common_pb2.GroupBatch.FromString(store.get("episodes/eval/000004.pb"))
-    assert (stored.step, stored.purpose) == (4, "evaluation")
+        episodes.append(EpisodeBatch(purpose=purpose, step=4, stored=[]))
+    assert store.list("") == ["episodes/eval/step=000004.parquet", "episodes/train/step=000004.parquet"]
 
 
 def test_files_of_others_among_the_episodes_are_left_alone(store: ObjectStore) -> None:
     episodes = ObjectEpisodeStore(store)
     store.put("episodes/train/notes.txt", b"a person's own")
-    episodes.append(EpisodeBatch(purpose=Purpose.TRAIN, step=1, groups=[]))
+    episodes.append(EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=[]))
     assert list(episodes.steps(Purpose.TRAIN)) == [1]
 
 
@@ -133,10 +146,74 @@ def test_files_of_others_among_the_episodes_are_left_alone(store: ObjectStore) -
     "content", [b"\xff\xff", common_pb2.GroupBatch(groups=[{"episodes": [{}]}]).SerializeToString()]
 )
 def test_a_damaged_batch_is_a_typed_error_that_names_the_object(store: ObjectStore, content: bytes) -> None:
-    store.put(layout.episode_batch(Purpose.TRAIN, 0), content)
-    with pytest.raises(StorageError, match=r"episodes/train/000000\.pb is damaged") as caught:
-        list(ObjectEpisodeStore(store).select(EpisodeFilter()))
+    old, new = "episodes/train/000000.pb", "episodes/train/step=000001.parquet"
+    for path in (old, new):
+        store.put(path, content)
+        with pytest.raises(StorageError, match=rf"{re.escape(path)} is damaged") as caught:
+            list(ObjectEpisodeStore(store).select(EpisodeFilter()))
+        assert caught.value.code == DAMAGED
+
+
+def test_a_file_of_a_later_version_is_refused(store: ObjectStore) -> None:
+    table = pyarrow.table({"step": [1]}).replace_schema_metadata({"kestrl.episodes": "9"})
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(table, sink)
+    store.put("episodes/train/step=000001.parquet", sink.getvalue().to_pybytes())
+    with pytest.raises(UserInputError, match=r"later version of KestRL \(schema 9, known is 1\)"):
+        ObjectEpisodeStore(store).read(Purpose.TRAIN, 1)
+
+
+def test_a_file_without_our_columns_is_damaged(store: ObjectStore) -> None:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"step": [1]}), sink)
+    store.put("episodes/train/step=000001.parquet", sink.getvalue().to_pybytes())
+    with pytest.raises(StorageError, match="is damaged") as caught:
+        ObjectEpisodeStore(store).read(Purpose.TRAIN, 1)
     assert caught.value.code == DAMAGED
+
+
+def test_what_an_older_version_stored_is_read_until_it_is_written_anew(store: ObjectStore) -> None:
+    scenario = Scenario(id="s", ordinal=0, messages=[{"role": "user", "content": "?"}])
+    group = Group(id="g", scenario=scenario, episodes=[])
+    old = common_pb2.GroupBatch(step=3, purpose="train", groups=[group_to_proto(group)]).SerializeToString()
+    store.put("episodes/train/000003.pb", old)
+    store.put("episodes/eval/000003.pb", old)
+    episodes = ObjectEpisodeStore(store)
+    assert (list(episodes.steps(Purpose.TRAIN)), list(episodes.steps(Purpose.EVALUATION))) == ([4], [3])
+    (stored,) = episodes.read(Purpose.TRAIN, 4).stored
+    assert (stored.group.id, stored.outcome) == ("g", GroupOutcome.TRAINED)
+    assert [each.outcome for each in episodes.read(Purpose.EVALUATION, 3).stored] == [GroupOutcome.EVALUATED]
+    episodes.append(EpisodeBatch(purpose=Purpose.TRAIN, step=4, stored=[]))
+    assert (list(episodes.steps(Purpose.TRAIN)), list(episodes.read(Purpose.TRAIN, 4).stored)) == ([4], [])
+    episodes.delete(Purpose.TRAIN, 4)
+    assert not episodes.steps(Purpose.TRAIN)
+
+
+def test_one_episode_is_read_without_the_rows_of_others(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The footer, the ids and one row group of many are transferred."""
+    groups = [numbered(number) for number in range(3 * ROW_GROUP)]
+    episodes = ObjectEpisodeStore(store)
+    episodes.append(EpisodeBatch.evaluation(0, groups))
+    whole, sizes = store.size("episodes/eval/step=000000.parquet"), list[int]()
+    get_range = store.get_range
+    monkeypatch.setattr(
+        store, "get_range", lambda path, start, length: (sizes.append(length), get_range(path, start, length))[1]
+    )
+    (found,) = episodes.select(EpisodeFilter(id=f"g{ROW_GROUP}/0"))
+    assert found.episode.rows == groups[ROW_GROUP].episodes[0].rows
+    assert sum(sizes) < whole / 2
+
+
+def numbered(number: int) -> Group:
+    """A group of one episode with many tokens that do not compress."""
+    chance = random.Random(number)
+    ids = array("i", [chance.randrange(2**31) for _ in range(200)])
+    row = Row(token_ids=ids, mask=bytes(200), logprobs=array("f", bytes(800)), policies=[])
+    return Group(
+        id=f"g{number}",
+        scenario=Scenario(id=f"s{number}", ordinal=number, messages=[]),
+        episodes=[replace(make_attempt("x").episode, id=f"g{number}/0", rows=[row])],
+    )
 
 
 def test_paths_are_read_as_they_are_written() -> None:

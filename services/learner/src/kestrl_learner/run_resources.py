@@ -54,7 +54,7 @@ class RunResources:
             UserInputError: Data and schedule do not give a single step.
         """
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
-        self.episodes = ObjectEpisodeStore(store)
+        self.episodes = ObjectEpisodeStore(store, settings.run)
         data, validation = settings.data, settings.validation
         self.scenarios = load_scenarios(Path(data.path), size=data.size, promptless=data.promptless)
         self.validation: Sequence[Scenario] = (

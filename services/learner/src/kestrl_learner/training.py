@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import PolicyVersion, Purpose
-from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl.errors import Boundary, KestrlError, PlaceError, StorageError, UserInputError
 from kestrl.runstate.events import (
     CheckpointConfirmed,
     Compared,
@@ -26,7 +26,7 @@ from kestrl.runstate.history import Mismatch
 from kestrl.runstate.state import WINDOW_STEPS, LastStep
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout
-from kestrl.storage.episodes import EpisodeBatch
+from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, StoredGroup, TrainedTokens
 from kestrl_learner.batch.rows import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.dispatch.group_queue import ReadyGroup
@@ -67,6 +67,21 @@ def refuse_if_superseded(ledger: Ledger) -> None:
         raise
     except KestrlError as error:
         log.warning("cannot check whether this learner still owns the run: %s", error)
+
+
+def _stored(ready: ReadyGroup, tokens: Mapping[int, TrainedTokens]) -> StoredGroup:
+    """A group that a step consumed.
+
+    Args:
+        ready: The group.
+        tokens: What the step computed, by position of the episode in the group.
+    """
+    return StoredGroup(
+        group=ready.whole or ready.group,
+        outcome=GroupOutcome.SHRUNK if ready.whole else GroupOutcome.TRAINED,
+        attempt=ready.lease.attempt,
+        tokens={ready.group.episodes[position].id: each for position, each in tokens.items()},
+    )
 
 
 class Training:
@@ -191,6 +206,7 @@ class Training:
         finally:
             running.cancel()
             await asyncio.wait([running])
+            await self._store_rest()
         if self._saved != self._done:  # the scenarios ran out between two checkpoints
             await self._save()
 
@@ -291,8 +307,8 @@ class Training:
         """Stores episodes and metrics of a step and publishes its progress."""
         resources, done = self._resources, self._done
         groups = [item.group for item in ready]
-        batch = EpisodeBatch(purpose=Purpose.TRAIN, step=done - 1, groups=groups)
-        await asyncio.to_thread(resources.episodes.append, batch)
+        stored = [_stored(item, tokens) for item, tokens in zip(ready, result.tokens, strict=True)]
+        await self._store(done, [*stored, *self._source.take_ended()])
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
         state = resources.progress.state
@@ -315,6 +331,19 @@ class Training:
         counts = step_counts(groups, result)
         resources.progress.emit(StepFinished(step=done, counts=counts, took=took, message=message))
 
+    async def _store(self, step: int, stored: Sequence[StoredGroup]) -> None:
+        batch = EpisodeBatch(purpose=Purpose.TRAIN, step=step, stored=stored)
+        await asyncio.to_thread(self._resources.episodes.append, batch)
+
+    async def _store_rest(self) -> None:
+        """Stores the groups that ended after the last step, in the file of the next step: a resume writes it anew."""
+        ended = self._source.take_ended()
+        try:
+            if ended:
+                await self._store(self._done + 1, ended)
+        except (StorageError, PlaceError) as error:
+            log.error("the episodes of %d groups that no step took are not stored: %s", len(ended), error)
+
     async def _retire(self, policy: PolicyVersion) -> None:
         kept = self._source.versions_in_use() | {policy.name}
         engines = self._resources.engines
@@ -324,8 +353,7 @@ class Training:
         settings, store = self._settings, self._resources.store
         if settings.keep_adapters:
             delete_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
-        if settings.keep_episodes:
-            delete_episodes(self._resources.episodes, keep=settings.keep_episodes)
+        delete_episodes(self._resources.episodes, keep=settings.keep_episodes)
 
     async def _save(self) -> None:
         """Writes a checkpoint. One that cannot be read back is logged and does not end the run: earlier ones are

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kestrl._shared.at_k import at_k
 from kestrl._shared.plan.settings.bench import BenchSettings
-from kestrl.episode import Group, Purpose
+from kestrl.episode import Group
 from kestrl.errors import EngineFailure
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import open_store
@@ -23,7 +23,7 @@ def write_result(settings: BenchSettings, groups: Sequence[Group], seconds: floa
         StorageError: The storage refuses one of them.
     """
     store = open_store(settings.storage)
-    ObjectEpisodeStore(store).append(EpisodeBatch(purpose=Purpose.EVALUATION, step=0, groups=groups))
+    ObjectEpisodeStore(store).append(EpisodeBatch.evaluation(0, groups))
     after = summarise(groups, settings.sampling.samples)
     failures = Counter(
         f"{episode.failure.boundary}/{episode.failure.code}"

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from kestrl._app.cli.adapters import choose_adapter
 from kestrl._app.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
-from kestrl._app.cli.runs import run_store, stored_episodes
+from kestrl._app.cli.runs import run_store
+from kestrl._app.episodes.reading import evaluated_groups
 from kestrl._app.local.comparison import Evaluation, report
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner import Options, run_job
@@ -30,11 +31,9 @@ from kestrl._shared.plan.site import Site
 from kestrl._shared.spec import AgentRLJob, parse_job, read_job, with_overrides
 from kestrl._shared.spec.model import MOST_SAMPLES
 from kestrl._shared.spec.rules.job_rules import greedy_problem
-from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
 from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage import ObjectStore
-from kestrl.storage.episodes import EpisodeFilter
 from kestrl.storage.tool_lists import changed_servers, read_tool_lists
 
 console = Console()
@@ -295,13 +294,11 @@ def _evaluated(
     if code != 0 or summary is None or summary.after is None:
         raise typer.Exit(code or EXIT_FAILED)
     store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
-    chosen = EpisodeFilter(purpose=Purpose.EVALUATION)
-    groups = list({stored.group.id: stored.group for stored in stored_episodes(store, chosen)}.values())
     return Evaluation(
         label=candidate.label,
         policy=summary.policy.version if summary.policy else candidate.model or BASE,
         means=summary.after,
-        groups=groups,
+        groups=evaluated_groups(store),
         folder=folder.path,
         sampling=sampling,
         seed=None if candidate.model else job.spec.data.seed,

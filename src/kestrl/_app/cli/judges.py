@@ -33,9 +33,11 @@ from kestrl._shared.plan.judges import (
 from kestrl._shared.plan.settings.judge import JudgeEntry, RulerEntry
 from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl._shared.spec import AgentRLJob, ProblemsError, parse_job, read_job
+from kestrl.api.common.v1 import common_pb2 as pb
 from kestrl.episode import Purpose
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import StorageError, UserInputError
-from kestrl.storage.layout import episode_batch
+from kestrl.storage.episodes import SCORED_OUTCOMES, ObjectEpisodeStore
 from kestrl.terminal import safe, safe_line
 
 console = Console()
@@ -204,7 +206,7 @@ def _print_report(kind: str, report: Mapping[str, Any]) -> None:
 
 def rejudge(
     run_id: RunId = None,
-    step: Annotated[int, typer.Option(help="The training step to score again, from 0.")] = 0,
+    step: Annotated[int, typer.Option(min=1, help="The training step to score again.")] = 1,
     ruler: Annotated[
         str | None,
         typer.Option(
@@ -221,13 +223,14 @@ def rejudge(
         job, base = _with_ruler(job, ruler, base)
     entry = _remote_entry(job, "--ruler '{baseUrl: ..., model: ...}'")
     try:
-        batch = run_store(run).get(episode_batch(Purpose.TRAIN, step))
+        stored = ObjectEpisodeStore(run_store(run)).read(Purpose.TRAIN, step).stored
     except StorageError as error:
         if error.code != "not_found":
             raise
         raise UserInputError(f"--step: run {run.id} has no stored episodes of step {step}") from error
+    groups = [group_to_proto(each.group) for each in stored if each.outcome in SCORED_OUTCOMES and each.group.episodes]
     with tempfile.NamedTemporaryFile(prefix="kestrl-rejudge-") as file:
-        file.write(batch)
+        file.write(pb.GroupBatch(step=step, purpose=Purpose.TRAIN, groups=groups).SerializeToString())
         file.flush()
         settings = Rejudge(
             ruler=entry, rewards=reward_entries(job.spec), max_turns=job.spec.agent.max_turns, batch=file.name

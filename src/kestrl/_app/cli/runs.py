@@ -1,4 +1,4 @@
-"""Commands for a run: status, logs, episodes, stop. They read the files of the run, so they also work after it
+"""Commands for a run: status, logs, stop. They read the files of the run, so they also work after it
 ended.
 """
 
@@ -10,10 +10,7 @@ import shlex
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -24,18 +21,14 @@ from rich.text import Text
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
 from kestrl._app.local.progress import clock, means_line, step_words
-from kestrl._app.local.report import transcript
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import storage_address
-from kestrl._shared.checking import DecodeRequest, ask
-from kestrl.episode import Episode, Group, Purpose, Row
-from kestrl.errors import KestrlError, StorageError, UserInputError
+from kestrl.errors import KestrlError, UserInputError
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import ComponentState, LocalRunState, RunPhase
 from kestrl.storage import ObjectStore
-from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode
 from kestrl.storage.summary import RunSummary
 from kestrl.terminal import safe, safe_line
 
@@ -43,8 +36,6 @@ console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
 FINISHED = {RunPhase.SUCCEEDED: LocalRunState.SUCCEEDED, RunPhase.FAILED: LocalRunState.FAILED}
-PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
-episodes = typer.Typer(no_args_is_help=True, help="Inspect the episodes of a run.")
 
 
 def run_store(run: RunDir) -> ObjectStore:
@@ -208,166 +199,6 @@ def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) ->
         time.sleep(0.3)
 
 
-def stored_episodes(store: ObjectStore, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
-    """The selected episodes of a run.
-
-    Raises:
-        UserInputError: A stored object is damaged: a person restores it, like any damaged file of a run.
-    """
-    try:
-        yield from ObjectEpisodeStore(store).select(chosen)
-    except StorageError as error:
-        raise UserInputError(str(error)) if error.code == DAMAGED else error from error
-
-
-def _purpose(given: str) -> Purpose:
-    if given not in PURPOSES:
-        raise UserInputError(f"--purpose: {given!r} is neither train nor eval")
-    return PURPOSES[given]
-
-
-@episodes.command("list")
-def list_episodes(
-    run_id: RunId = None,
-    purpose: Annotated[str, typer.Option(help="train or eval.")] = "train",
-    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
-    scenario: Annotated[str | None, typer.Option(help="Only attempts at the scenario with this id.")] = None,
-    failed: Annotated[
-        bool | None, typer.Option("--failed/--not-failed", help="Only episodes that failed, or only others.")
-    ] = None,
-    runs: Runs = DEFAULT_RUNS,
-) -> None:
-    """List stored episodes, one line each."""
-    chosen = EpisodeFilter(purpose=_purpose(purpose), step=step, scenario=scenario, failed=failed)
-    for stored in stored_episodes(run_store(find_run(runs, run_id)), chosen):
-        episode = stored.episode
-        reward = "-" if episode.reward is None else f"{episode.reward:.3f}"
-        failure = safe_line(f" {episode.failure}") if episode.failure else ""
-        typer.echo(
-            f"{episode.id}  step {stored.step}  reward {reward}  turns {episode.num_turns}  "
-            f"{episode.stop_reason}{failure}"
-        )
-
-
-def find_episode(run: RunDir, episode_id: str) -> StoredEpisode:
-    """A stored episode by its id.
-
-    Raises:
-        UserInputError: There is no episode with this id.
-    """
-    found = next(stored_episodes(run_store(run), EpisodeFilter(id=episode_id)), None)
-    if found is None:
-        raise UserInputError(f"no stored episode has the id {episode_id!r}; see `kestrl episodes list`")
-    return found
-
-
-@episodes.command("show")
-def show_episode(
-    episode_id: Annotated[str, typer.Argument(help="Episode id, as printed by `episodes list`.")],
-    run_id: Annotated[str | None, typer.Option("--run", help="Run id (default: the latest run).")] = None,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Also print every token with its mask, log-prob and policy version.")
-    ] = False,
-    prompt: Annotated[
-        bool,
-        typer.Option("--prompt", help="Also print the prompt and the sampled text of every row, with control tokens."),
-    ] = False,
-    judge: Annotated[
-        bool, typer.Option("--judge", help="Also print what judge models were sent for its group, and their replies.")
-    ] = False,
-    runs: Runs = DEFAULT_RUNS,
-) -> None:
-    """Print an episode: its turns, tool calls and rewards."""
-    run = find_run(runs, run_id)
-    _, _, group, episode = find_episode(run, episode_id)
-    began = datetime.fromtimestamp(episode.started_at, UTC).isoformat(timespec="seconds")
-    typer.echo(
-        safe_line(
-            f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine "
-            f"{episode.engine}"
-        )
-    )
-    typer.echo(
-        f"policy {episode.policy.name if episode.policy else 'base'}  seed {episode.seed}  trace "
-        f"{episode.trace_id or '-'}"
-    )
-    typer.echo(safe(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}"))
-    for line in transcript(episode):
-        typer.echo(line)
-    for call in episode.tool_calls:
-        typer.echo(
-            safe_line(f"  turn {call.turn} call {call.name or '?'} {call.outcome} in {call.seconds * 1000:.1f} ms")
-        )
-    for name, state in sorted(episode.environments.items()):
-        typer.echo(safe_line(f"  environment {name}: {json.dumps(state, ensure_ascii=False)}"))
-    for name, reported in sorted(episode.info.items()):
-        typer.echo(safe_line(f"  info {name}: {json.dumps(reported, ensure_ascii=False)}"))
-    for name, value in sorted(episode.rewards.items()):
-        typer.echo(safe_line(f"  reward {name}: {value:.4f}"))
-    for name, value in sorted(episode.metrics.items()):
-        typer.echo(safe_line(f"  metric {name}: {value:.4f}"))
-    if episode.answer is not None:
-        typer.echo(safe_line(f"  answer: {json.dumps(episode.answer, ensure_ascii=False)}"))
-    for name, details in sorted(episode.scoring.items()):
-        typer.echo(safe_line(f"  {name}: {json.dumps(details, ensure_ascii=False)}"))
-    if judge:
-        for line in _judge_lines(group):
-            typer.echo(line)
-    if prompt:
-        for line in _engine_lines(run, episode):
-            typer.echo(line)
-    if tokens:
-        for number, row in enumerate(episode.rows):
-            for line in _token_lines(number, row, episode):
-                typer.echo(line)
-
-
-def _judge_lines(group: Group) -> Iterator[str]:
-    """Every request to a judge model for a group, with its reply or why there was none."""
-    for name, details in sorted(group.scoring.items()):
-        if "skipped" in details:
-            yield safe_line(f"{name}: not asked, {details['skipped']}")
-        for call in details.get("calls", ()):
-            shown = ", ".join(f"{one} is {'/'.join(ids)}" for one, ids in zip(call["ids"], call["order"], strict=True))
-            yield safe_line(f"{name}: {call['model']}, order by seed {call['seed']}: {shown}")
-            for message in call["messages"]:
-                yield safe(f"{message['role']}: {message['content']}")
-            yield safe(f"reply: {call.get('content', '')}" if "error" not in call else f"no scores: {call['error']}")
-
-
-def _engine_lines(run: RunDir, episode: Episode) -> Iterator[str]:
-    """Every row as text, split into given and sampled parts."""
-    parts: list[tuple[int, bool, list[int]]] = []
-    for number, row in enumerate(episode.rows):
-        start = 0
-        for sampled, places in groupby(row.mask):
-            end = start + sum(1 for _ in places)
-            parts.append((number, bool(sampled), list(row.token_ids[start:end])))
-            start = end
-    settings = run.read_json("settings/rollout-0.json")
-    if settings is None:
-        raise UserInputError(f"--prompt needs {run.path}/settings/rollout-0.json, which names the tokenizer")
-    request = DecodeRequest(tokenizer=str(settings["tokenizer"]), ids=[ids for _, _, ids in parts])
-    report = ask("kestrl_rollout.decode", request, subject="the tokenizer", seconds=DECODE_SECONDS)
-    if report.missing:
-        raise UserInputError(f"--prompt needs the tokenizer of {report.missing}; install it in this environment")
-    if report.problems:
-        raise UserInputError("\n".join(report.problems))
-    for (number, sampled, ids), text in zip(parts, report.facts["texts"], strict=True):
-        yield f"row {number}, {len(ids)} tokens {'sampled' if sampled else 'given'}:"
-        yield safe(str(text))
-
-
-def _token_lines(number: int, row: Row, episode: Episode) -> Iterator[str]:
-    """Position, id, mask, behaviour log-prob and policy of every token of a row."""
-    spans = [(turn.start, turn.end, turn.policy) for turn in episode.turns if turn.row == number]
-    yield f"row {number}: {len(row.token_ids)} tokens, {sum(row.mask)} sampled"
-    for position, (token, sampled, logprob) in enumerate(zip(row.token_ids, row.mask, row.logprobs, strict=True)):
-        policy = next((name for start, end, name in spans if start <= position < end), "")
-        value = f"{logprob:.6f}" if sampled else "-"
-        yield f"  {position:5d}  id {token:6d}  mask {sampled}  logprob {value:>12}  {policy}".rstrip()
-
-
 def stop(run_id: RunId = None, runs: Runs = DEFAULT_RUNS) -> None:
     """Stop a run after its current step and a checkpoint. It can be resumed."""
     run = find_run(runs, run_id)
@@ -391,4 +222,3 @@ def register(app: typer.Typer) -> None:
     app.command()(status)
     app.command()(logs)
     app.command()(stop)
-    app.add_typer(episodes, name="episodes")

@@ -19,21 +19,21 @@ import yaml
 from tests.program import run_program
 
 from kestrl._app.cli.commands import COMMANDS
-from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import (
     CallOutcome,
     Episode,
     Group,
     PolicyVersion,
+    Purpose,
     Row,
     Scenario,
     StopReason,
     ToolCall,
     Turn,
 )
-from kestrl.episode.codec import group_to_proto
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
 
 ROOT = Path(__file__).parents[4]
 
@@ -218,8 +218,8 @@ def finished(tmp_path: Path, manifest: dict[str, Any]) -> Path:
     run, _ = open_run(runs, parse_job(manifest), new=False)
     make_folders(run, parse_job(manifest), tmp_path)
     store = open_store(run.path.as_uri())
-    batch = common_pb2.GroupBatch(step=0, purpose="train", groups=[group_to_proto(stored_group())])
-    store.put("episodes/train/000000.pb", batch.SerializeToString())
+    stored = [StoredGroup(group=stored_group(), outcome=GroupOutcome.TRAINED)]
+    ObjectEpisodeStore(store).append(EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=stored))
     files = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
     adapter = AdapterManifest(
         job="job",
@@ -294,7 +294,7 @@ def test_an_episode_is_shown_as_the_engine_saw_it(finished: Path) -> None:
 
 def test_episodes(finished: Path) -> None:
     listed = kestrl("episodes", "list", "--runs", finished)
-    assert listed.startswith("job-1/0-3-0/0  step 0  reward 0.750  turns 1  answered")
+    assert listed.startswith("job-1/0-3-0/0  step 1  reward 0.750  turns 1  answered")
     shown = kestrl("episodes", "show", "job-1/0-3-0/0", "--runs", finished, "--tokens")
     for expected in (
         'ground truth: "12"',
@@ -317,8 +317,8 @@ def test_episodes_are_selected(finished: Path) -> None:
     def listed(*options: str) -> list[str]:
         return kestrl("episodes", "list", "--runs", finished, *options).splitlines()
 
-    assert len(listed("--scenario", "3", "--step", "0", "--not-failed")) == 1
-    for other in (("--failed",), ("--scenario", "4"), ("--step", "1"), ("--purpose", "eval")):
+    assert len(listed("--scenario", "3", "--step", "1", "--not-failed")) == 1
+    for other in (("--failed",), ("--scenario", "4"), ("--step", "0"), ("--purpose", "eval")):
         assert listed(*other) == []
     refused = kestrl("episodes", "list", "--runs", finished, "--purpose", "evaluation", code=2)
     assert "--purpose: 'evaluation' is neither train nor eval" in refused

@@ -17,11 +17,10 @@ from tests.program import run_program
 from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
-from kestrl.api.common.v1 import common_pb2
-from kestrl.episode import Episode, Group, Scenario, StopReason
-from kestrl.episode.codec import group_to_proto
+from kestrl.episode import Episode, Group, Purpose, Scenario, StopReason
 from kestrl.runstate.state import RunState, StoreAccess
 from kestrl.storage import open_store
+from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
 
 ODD = "a b ü + @ ( ) , = # %"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "KESTRL_RUNS"}
@@ -73,8 +72,9 @@ def folder(tmp_path: Path) -> Path:
     )
     scenario = Scenario(id="0", ordinal=0, messages=[{"role": "user", "content": "?"}], ground_truth="1")
     group = Group(id="job-1/0-0-0", scenario=scenario, episodes=[episode])
-    batch = common_pb2.GroupBatch(step=0, purpose="train", groups=[group_to_proto(group)] * 2000)
-    open_store(str(run.path)).put("episodes/train/000000.pb", batch.SerializeToString())
+    stored = [StoredGroup(group=group, outcome=GroupOutcome.TRAINED)] * 2000
+    batch = EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=stored)
+    ObjectEpisodeStore(open_store(str(run.path))).append(batch)
     (run.path / "logs" / "learner-0.log").write_text("one\ntwo\n")
     return folder
 
@@ -124,9 +124,9 @@ def test_a_damaged_record_is_one_error_that_names_the_file(folder: Path, name: s
 
 
 def test_a_damaged_episode_is_one_error_that_names_the_file(folder: Path) -> None:
-    (folder / "runs" / "job-1" / "episodes" / "train" / "000000.pb").write_bytes(b"\xff\xff")
+    (folder / "runs" / "job-1" / "episodes" / "train" / "step=000001.parquet").write_bytes(b"\xff\xff")
     ended = kestrl(folder, "episodes", "list")
-    assert (ended.returncode, "000000.pb is damaged" in ended.stderr) == (2, True)
+    assert (ended.returncode, "step=000001.parquet is damaged" in ended.stderr) == (2, True)
 
 
 def test_zero_lines_of_a_log_print_nothing(folder: Path) -> None:

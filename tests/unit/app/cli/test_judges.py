@@ -18,10 +18,10 @@ from tests.unit.judge.rulers import episode, group, honest
 
 from kestrl._app.local.rundir import open_run
 from kestrl._shared.spec import parse_job
-from kestrl.api.common.v1 import common_pb2
-from kestrl.episode.codec import group_to_proto
+from kestrl.episode import Purpose
 from kestrl.errors import Boundary, Failure
 from kestrl.storage import open_store
+from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
 
 
 def fair(asked: Asked) -> Said:
@@ -153,8 +153,13 @@ def run(tmp_path: Path) -> Path:
         for index, text in enumerate(("3", "4!"))
     ]
     groups = [group(*scored), replace(group(*masked), id="h")]
-    batch = common_pb2.GroupBatch(step=0, purpose="train", groups=[group_to_proto(each) for each in groups])
-    open_store(str(folder.path)).put("episodes/train/000000.pb", batch.SerializeToString())
+    outcomes = (GroupOutcome.TRAINED, GroupOutcome.MASKED, GroupOutcome.RETRIED)
+    again = replace(groups[0], id="not scored again")
+    stored = [
+        StoredGroup(group=each, outcome=outcome) for each, outcome in zip([*groups, again], outcomes, strict=True)
+    ]
+    batch = EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=stored)
+    ObjectEpisodeStore(open_store(str(folder.path))).append(batch)
     return tmp_path / "runs"
 
 
@@ -163,7 +168,7 @@ async def test_rejudge_shows_the_differences(run: Path, tmp_path: Path) -> None:
         (tmp_path / "keys.env").write_text("TOKEN=sk-rejudge\n")
         ruler = {"baseUrl": server.url, "model": "new", "secretRef": {"name": "keys"}, "secretKey": "TOKEN"}
         (tmp_path / "ruler.yaml").write_text(yaml.safe_dump(ruler))
-        arguments = ("rejudge", "--runs", run, "--step", "0", "--ruler", tmp_path / "ruler.yaml")
+        arguments = ("rejudge", "--runs", run, "--step", "1", "--ruler", tmp_path / "ruler.yaml")
         printed = await kestrl(*arguments)
         facts = json.loads(await kestrl(*arguments, "--json"))
     assert server.asked[0].headers["Authorization"] == "Bearer sk-rejudge"
@@ -193,10 +198,9 @@ async def test_an_episode_is_shown_with_what_its_judge_was_sent(run: Path) -> No
         group(replace(episode(0, "4"), scoring={"ruler": {"explanation": "right"}})),
         scoring={"ruler": {"calls": calls}},
     )
-    batch = common_pb2.GroupBatch(step=1, purpose="train", groups=[group_to_proto(shown)])
-    open_store(str(run / "job-1")).put("episodes/train/000001.pb", batch.SerializeToString())
-    for path in ("episodes/train/000000.pb",):
-        open_store(str(run / "job-1")).delete(path)
+    stored = [StoredGroup(group=shown, outcome=GroupOutcome.TRAINED)]
+    episodes = ObjectEpisodeStore(open_store(str(run / "job-1")))
+    episodes.append(EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=stored))
     printed = await kestrl("episodes", "show", "g/0", "--judge", "--runs", run)
     assert '  ruler: {"explanation": "right"}' in printed
     assert "ruler: m, order by seed 7: t-1 is g/1, t-2 is g/0/g/2" in printed

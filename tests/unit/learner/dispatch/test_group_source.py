@@ -13,7 +13,7 @@ import pytest
 from kestrl.algorithms import Algorithm
 from kestrl.episode import Episode, Group, PolicyVersion, Purpose, Scenario, StopReason
 from kestrl.storage import open_store
-from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
+from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore, StoredGroup
 from kestrl_learner import run as run_module
 from kestrl_learner.dispatch import testing
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
@@ -118,13 +118,16 @@ class Replay(GroupSource):
 
     async def take(self, step: int) -> list[ReadyGroup]:
         taken: list[ReadyGroup] = []
-        for group in self._episodes.read(Purpose.TRAIN, step).groups:
+        for group in (each.trained for each in self._episodes.read(Purpose.TRAIN, step + 1).stored):
             lease, made_by = self._ledger.lease(step), group.episodes[0].policy
             assert lease is not None
             assert made_by is not None
             self._ledger.finish(lease)
             taken.append(ReadyGroup(lease, group, made_by))
         return taken
+
+    def take_ended(self) -> list[StoredGroup]:
+        return []
 
     def advance(self, policy: PolicyVersion) -> None:
         pass

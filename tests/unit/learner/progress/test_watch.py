@@ -317,7 +317,7 @@ async def test_a_storage_failure_is_reported(staged: Any, monkeypatch: pytest.Mo
     put = obstore.put
 
     def full(store: Any, path: str, content: Any, **options: Any) -> Any:
-        if path.startswith("episodes/train/000001"):
+        if path.startswith("episodes/train/step=000002"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return put(store, path, content, **options)
 

@@ -50,8 +50,14 @@ def test_episodes_of_old_steps_go(tmp_path: Path) -> None:
     for step in range(4):
         store.put(f"episodes/train/{step:06d}.pb", b"x")
     store.put("episodes/eval/000000.pb", b"x")
-    assert delete_episodes(ObjectEpisodeStore(store), keep=3) == [0]
-    assert len(store.list("episodes")) == 4
+    store.put("episodes/train/step=000005.parquet", b"x")
+    assert delete_episodes(ObjectEpisodeStore(store), keep=3) == [1, 2]
+    assert store.list("episodes") == [
+        "episodes/eval/000000.pb",
+        "episodes/train/000002.pb",
+        "episodes/train/000003.pb",
+        "episodes/train/step=000005.parquet",
+    ]
 
 
 async def test_a_run_forgets_while_it_trains_and_still_resumes(staged: Any, tmp_path: Path) -> None:
@@ -62,8 +68,8 @@ async def test_a_run_forgets_while_it_trains_and_still_resumes(staged: Any, tmp_
         assert "000004" in adapters
         assert "000000" not in adapters
         assert sorted(path.name for path in (tmp_path / "store" / "episodes" / "train").iterdir()) == [
-            "000002.pb",
-            "000003.pb",
+            "step=000003.parquet",
+            "step=000004.parquet",
         ]
         await Run(stage.but(max_steps=6, **keeping)).main()
         assert stage.summary["status"] == "succeeded"

@@ -27,14 +27,15 @@ def fields(text: str) -> set[str]:
 async def test_a_run_stores_what_the_page_says(staged: Any) -> None:
     async with staged(max_steps=4, eval_every=2) as stage, running(stage.settings):
         pass
-    documented = re.findall(r"^\| `([\w./-]+)` \|", PAGE.partition("## ")[0], re.MULTILINE)
+    documented = re.findall(r"^\| `([\w./=-]+)` \|", PAGE.partition("## ")[0], re.MULTILINE)
     patterns = {
         path: re.escape(path).replace("NNNNNN", r"\d{6}").replace("DIGEST", "[0-9a-f]{12}") for path in documented
     }
     stored = open_store(stage.settings.storage).list("")
     for path in stored:
         assert any(re.match(pattern, path) for pattern in patterns.values()), path
-    of_others = {"tools.json", "models/NNNNNN-DIGEST/"}  # of a job with tool servers, and of fine-tuning
+    of_others = {"tools.json", "models/NNNNNN-DIGEST/", "episodes/labels/DIGEST.parquet"}
+    # of a job with tool servers, of fine-tuning, and of people
     for path in patterns.keys() - of_others:
         assert any(re.match(patterns[path], name) for name in stored), path
 

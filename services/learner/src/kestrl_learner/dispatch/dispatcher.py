@@ -14,6 +14,7 @@ from kestrl._shared.telemetry.names import Metric
 from kestrl.algorithms import Algorithm
 from kestrl.episode import PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
+from kestrl.storage.episodes import StoredGroup
 from kestrl_learner.dispatch.group_outcomes import GroupOutcomes
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource
@@ -62,7 +63,15 @@ class Dispatcher(GroupSource):
         self._consumed = 0
         self._wake = asyncio.Event()
         self._outcomes = GroupOutcomes(
-            settings, self._leases, self._queue, engines, progress, vocabulary, algorithm, resume=self._wake.set
+            settings,
+            self._leases,
+            self._queue,
+            engines,
+            progress,
+            vocabulary,
+            algorithm,
+            scenarios,
+            resume=self._wake.set,
         )
         self._admission = Admission(settings.algorithm.group_size)
         self._lowest: int | None = None
@@ -84,6 +93,9 @@ class Dispatcher(GroupSource):
         self._policy = policy
         self._running.end_older(policy.step - self._max_staleness)
         self._wake.set()
+
+    def take_ended(self) -> list[StoredGroup]:
+        return self._outcomes.take_ended()
 
     def drain(self) -> None:
         self._draining = True

@@ -166,7 +166,7 @@ async def evaluate(
     )
     with span(SpanName.EVALUATE, {Attr.POLICY: policy.name}):
         groups = await drawing(sampling=sampling)
-        batch = EpisodeBatch(purpose=Purpose.EVALUATION, step=policy.step, groups=groups)
+        batch = EpisodeBatch.evaluation(policy.step, groups)
         await asyncio.to_thread(episodes.append, batch)
         result = summarise(groups, len(scenarios) * sampling.samples, progress) | at_k(groups, sampling.samples)
         if trained is not None:

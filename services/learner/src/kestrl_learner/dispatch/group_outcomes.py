@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
-from kestrl.episode import Group, PolicyVersion
+from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.runstate.events import GroupOutdated
+from kestrl.storage.episodes import GroupOutcome, StoredGroup
 from kestrl_learner.dispatch.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 from kestrl_learner.dispatch.dynamic_sampling import DynamicSampling
 from kestrl_learner.dispatch.failure_share import FailureShare
@@ -20,10 +21,24 @@ from kestrl_learner.dispatch.workers import GroupRequest, NoWorker, WorkerAway
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease
 from kestrl_learner.progress.progress import Progress
+from kestrl_learner.store.ended_groups import EndedGroups
 
 log = logging.getLogger(__name__)
 NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code})
 """Failure codes of workers that left before the group began; they do not count as failures of the scenario."""
+
+OUTCOMES = {
+    GroupAction.RETRY: GroupOutcome.RETRIED,
+    GroupAction.DROP: GroupOutcome.DROPPED,
+    GroupAction.MASK: GroupOutcome.MASKED,
+    GroupAction.SKIP: GroupOutcome.SKIPPED,
+}
+"""Stored outcomes of groups that are not trained on."""
+REJECTED = "dynamic sampling: the algorithm rejected the group's rewards"
+STORED_STEPS = 4
+"""Groups without a step that are kept for the next file, in steps' worth of groups."""
+LEAST_STORED = 64
+"""At least so many are kept."""
 
 
 class GroupOutcomes:
@@ -37,6 +52,7 @@ class GroupOutcomes:
         progress: Where failures, means and stale groups are counted.
         vocabulary: Size of the model's vocabulary.
         algorithm: Accepts or rejects groups by their rewards.
+        scenarios: By ordinal; groups that fail as a whole are stored with them.
         resume: Called when the pause after a failure is over.
     """
 
@@ -49,16 +65,18 @@ class GroupOutcomes:
         progress: Progress,
         vocabulary: int,
         algorithm: Algorithm,
+        scenarios: Sequence[Scenario],
         *,
         resume: Callable[[], None],
     ) -> None:
         self._settings, self._leases, self._queue = settings, leases, queue
         self._engines, self._progress, self._vocabulary = engines, progress, vocabulary
-        self._resume = resume
+        self._scenarios, self._resume = scenarios, resume
         self.pause = RetryPause()
         self._failure_share = FailureShare(settings.max_failed_share, settings.algorithm)
         at_most = settings.algorithm.max_sampled_batches * settings.algorithm.groups_per_step
         self._dynamic_sampling = DynamicSampling(algorithm, at_most=at_most)
+        self._unused = EndedGroups(max(LEAST_STORED, STORED_STEPS * settings.algorithm.groups_per_step))
 
     def step_taken(self) -> None:
         """Starts the counts of the next step."""
@@ -84,11 +102,26 @@ class GroupOutcomes:
         )
         self._count(lease, decision, engines, episodes=len(group.episodes))
         if decision.action is GroupAction.TRAIN:
-            self._accept(lease, policy, decision.group)
-        elif decision.action is GroupAction.RETRY:
+            self._accept(lease, policy, decision.group, group)
+            return
+        self._store(lease, OUTCOMES[decision.action], decision.reason, group)
+        if decision.action is GroupAction.RETRY:
             self._retry(lease, decision.reason)
         else:
             self._drop(lease, decision.reason, LEFT_OUT.get(decision.action, "dropped"))
+
+    def take_ended(self) -> list[StoredGroup]:
+        """The groups that ended since the last call and that no step will get."""
+        return self._unused.take()
+
+    def _store(
+        self, lease: Lease, outcome: GroupOutcome, reason: str, group: Group | None = None, cause: Failure | None = None
+    ) -> None:
+        """Keeps a group, or one without episodes that failed as a whole, for the next step's file."""
+        if group is None:
+            scenario = self._scenarios[lease.ordinal]
+            group = Group(id=lease.group_id(self._settings.run), scenario=scenario, episodes=())
+        self._unused.add(StoredGroup(group=group, outcome=outcome, attempt=lease.attempt, reason=reason, failure=cause))
 
     def _count(self, lease: Lease, decision: GroupDecision, engines: Sequence[str], *, episodes: int) -> None:
         for failure in decision.failures:
@@ -102,14 +135,15 @@ class GroupOutcomes:
         elif decision.action is not GroupAction.RETRY:
             self._failure_share.add(episodes, decision.failures)
 
-    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group) -> None:
+    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, whole: Group) -> None:
         self.pause.reset()
         self._progress.add(group)
         if not self._dynamic_sampling.accepts(group):
-            self._leases.drop(lease, "dynamic sampling: the algorithm rejected the group's rewards")
+            self._store(lease, GroupOutcome.DROPPED, REJECTED, whole)
+            self._leases.drop(lease, REJECTED)
             return
         self._leases.finish(lease)
-        self._queue.put(ReadyGroup(lease, group, policy))
+        self._queue.put(ReadyGroup(lease, group, policy, whole if whole is not group else None))
         self._progress.observe(groups_ready=len(self._queue))
 
     def failed(self, lease: Lease, error: KestrlError) -> None:
@@ -128,8 +162,10 @@ class GroupOutcomes:
         self._progress.count_rollout_failure(failure)
         reason = str(failure)[:500]
         if failure.retryable and lease.failures + 1 < MAX_ATTEMPTS:
+            self._store(lease, GroupOutcome.RETRIED, reason, cause=failure)
             self._retry(lease, reason)
             return
+        self._store(lease, GroupOutcome.DROPPED, reason, cause=failure)
         self._fail_whole(failure)
         self._drop(lease, reason)
 
@@ -148,14 +184,18 @@ class GroupOutcomes:
 
     def outdated(self, lease: Lease, policy: PolicyVersion, *, age: int, seconds: float) -> None:
         """Releases the scenario of a group that became too old while it ran."""
-        self._leases.release(lease, f"stale: version {policy.step} while it ran")
+        reason = f"stale: version {policy.step} while it ran"
+        self._store(lease, GroupOutcome.STALE, reason)
+        self._leases.release(lease, reason)
         self._count_stale(lease, age=age, seconds=seconds, tokens=0)
 
     def evict(self, step: int) -> int:
         """Releases the scenarios of waiting groups that are too old for a step, each exactly once; returns how many."""
         older = self._queue.take_older(step - self._settings.algorithm.max_staleness)
         for ready in older:
-            self._leases.release_finished(ready.lease, f"stale: version {ready.policy.step} at step {step}")
+            reason = f"stale: version {ready.policy.step} at step {step}"
+            self._store(ready.lease, GroupOutcome.STALE, reason, ready.whole or ready.group)
+            self._leases.release_finished(ready.lease, reason)
             self._count_stale(
                 ready.lease,
                 age=step - ready.policy.step,

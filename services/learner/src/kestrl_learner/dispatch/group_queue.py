@@ -17,6 +17,8 @@ class ReadyGroup:
     lease: Lease
     group: Group
     policy: PolicyVersion
+    whole: Group | None = None
+    """With the failed episodes that `group` is without; None if it has none."""
 
 
 class GroupQueue:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kestrl.algorithms import Algorithm
 from kestrl.episode import PolicyVersion
+from kestrl.storage.episodes import StoredGroup
 from kestrl_learner.dispatch.group_queue import ReadyGroup
 from kestrl_learner.ledger import Ledger
 
@@ -37,6 +38,10 @@ class GroupSource(Protocol):
         Raises:
             KestrlError: They did not come in time.
         """
+        ...
+
+    def take_ended(self) -> list[StoredGroup]:
+        """The groups that ended since the last call and that no step will get, to be stored."""
         ...
 
     def advance(self, policy: PolicyVersion) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 
 from kestrl._shared.plan.sft import SFTData, SFTSettings
 from kestrl._shared.text.chat_model import ChatModel, load_model, load_vocabulary
-from kestrl.api.common.v1 import common_pb2
 from kestrl.data.conversations import read_conversations
 from kestrl.episode import Purpose
-from kestrl.episode.codec import group_from_proto
 from kestrl.errors import UserInputError
-from kestrl.storage import layout, open_store
+from kestrl.storage import open_store
+from kestrl.storage.episodes import TRAINED_OUTCOMES, EpisodeFilter, ObjectEpisodeStore
 from kestrl_learner.batch.rows import TrainRow
 from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.sft.encoding import ConversationEncoder, train_row
@@ -103,13 +102,10 @@ def _sampled(data: SFTData, field: str) -> list[Tokens]:
 
 
 def _episodes(data: SFTData, field: str) -> Iterator[Tokens]:
-    store = open_store(str(data.episodes), create=False)
-    paths = sorted(path for path in store.list(layout.episodes_folder(Purpose.TRAIN)) if path.endswith(".pb"))
-    if not paths:
-        raise UserInputError(f"{field}.episodes: {data.episodes} holds no training episodes (episodes/train/*.pb)")
-    for path in paths:
-        for message in common_pb2.GroupBatch.FromString(store.get(path)).groups:
-            for episode in group_from_proto(message).episodes:
-                wanted = episode.reward is not None and (data.min_reward is None or episode.reward >= data.min_reward)
-                if wanted and episode.failure is None:
-                    yield [(list(row.token_ids), list(row.mask)) for row in episode.rows if any(row.mask)]
+    episodes = ObjectEpisodeStore(open_store(str(data.episodes), create=False))
+    if not episodes.steps(Purpose.TRAIN):
+        raise UserInputError(f"{field}.episodes: {data.episodes} holds no training episodes (episodes/train/*.parquet)")
+    trained = EpisodeFilter(purpose=Purpose.TRAIN, failed=False, outcomes=TRAINED_OUTCOMES)
+    for _, _, _, episode in episodes.select(trained):
+        if episode.reward is not None and (data.min_reward is None or episode.reward >= data.min_reward):
+            yield [(list(row.token_ids), list(row.mask)) for row in episode.rows if any(row.mask)]

@@ -21,6 +21,7 @@ from torch import Tensor
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl.algorithms import Algorithm, HasTokenMetrics, TokenBatch, Totals
 from kestrl.errors import KestrlError
+from kestrl.storage.episodes import TrainedTokens
 from kestrl_learner.algorithms import make_algorithm
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, estimated
 from kestrl_learner.batch.token_batch import token_batch
@@ -33,6 +34,7 @@ from kestrl_learner.train.logprob_mismatch import LogprobMismatch
 from kestrl_learner.train.observed import Computed, Observed, with_log_ratios
 from kestrl_learner.train.optimisation import learning_rate, mini_batches
 from kestrl_learner.train.passes import Key, Pass, PassKind, by_episode, computed_share, of_pass, schedule
+from kestrl_learner.train.trained_tokens import trained_tokens
 
 
 class RanksDiffer(KestrlError):
@@ -62,6 +64,8 @@ class StepResult:
     """Sampled tokens in the batch."""
     diagnostics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Means over tokens, quantiles and the learning rate, by name."""
+    tokens: Sequence[Mapping[int, TrainedTokens]] = ()
+    """What was computed on the tokens of each group's episodes, by position in the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,7 @@ class Trainer:
             mismatch=mismatch,
             zero_advantage_groups=idle,
             sampled=totals_of(groups).tokens,
+            tokens=trained_tokens([group for _, group in prepared.groups], observed.differences),
             diagnostics={
                 **reported.means(),
                 **observed.means.means(),

@@ -656,7 +656,7 @@ Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class GroupBatch(_message.Message):
-    """The groups that one step or evaluation consumed, as stored."""
+    """The groups that one step or evaluation consumed: input of `kestrl rejudge`, and stored so by KestRL 0.1."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

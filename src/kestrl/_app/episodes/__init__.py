@@ -1,0 +1,1 @@
+"""What the commands `kestrl episodes` show: selections, single episodes, differences and labels."""

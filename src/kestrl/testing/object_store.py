@@ -55,7 +55,9 @@ def _code(call: Callable[[], object]) -> str:
 
 def _check_missing(store: ObjectStore) -> None:
     assert not store.exists("folder/none"), "an object that was never written does not exist"
-    assert _code(lambda: store.get("folder/none")) == "not_found", "reading a missing object is `not_found`"
+    calls = (store.get, store.size, lambda path: store.get_range(path, 0, 1))
+    for call in calls:
+        assert _code(lambda call=call: call("folder/none")) == "not_found", "reading a missing object is `not_found`"
     store.delete("folder/none")  # no error
 
 
@@ -72,6 +74,10 @@ def _check_contents(store: ObjectStore, make: Callable[[], ObjectStore]) -> None
         for path, content in contents.items():
             assert opened.exists(path), f"{path!r} exists once it is written"
             assert opened.get(path) == content, f"{path!r} is read as it was written"
+            assert opened.size(path) == len(content), f"{path!r} has the size that was written"
+    middle = slice(LARGE // 2 + 5, LARGE // 2 + 1005)
+    part = store.get_range("large", middle.start, 1000)
+    assert part == contents["large"][middle], "a range of an object is these bytes and no others"
     store.put("empty", b"new")
     assert make().get("empty") == b"new", "an object that is written again has the new content"
     store.delete("empty")

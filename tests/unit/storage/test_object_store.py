@@ -36,8 +36,20 @@ class Flat(ObjectStore):
         return [path for path in super().list("") if path.startswith(prefix)]
 
 
+class Whole(ObjectStore):
+    """Answers a request for a range with the whole object."""
+
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        return self.get(path)
+
+
 @pytest.mark.parametrize(
-    ("kind", "property_"), [(Overwriting, "not created again"), (Flat, "a folder lists its own objects")]
+    ("kind", "property_"),
+    [
+        (Overwriting, "not created again"),
+        (Flat, "a folder lists its own objects"),
+        (Whole, "these bytes and no others"),
+    ],
 )
 def test_the_suite_names_what_does_not_hold(tmp_path: Path, kind: type[ObjectStore], property_: str) -> None:
     with pytest.raises(AssertionError, match=property_):

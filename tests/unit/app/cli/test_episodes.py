@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,8 +169,6 @@ def test_a_run_is_followed_to_its_end(runs: Path, monkeypatch: pytest.MonkeyPatc
         polls.append(seconds)
         append(runs / "job-1", Purpose.TRAIN, 3, [stored("f", GroupOutcome.TRAINED, [episode("f", 0, 0.0)])])
         if len(polls) == 2:
-            import os
-
             os.close(handle)
 
     monkeypatch.setattr(commands.time, "sleep", wait)
@@ -222,3 +222,16 @@ def test_tokens_are_shown_with_what_training_computed_and_their_text(runs: Path)
     (runs / "job-1" / "settings" / "rollout-0.json").write_text(json.dumps(settings))
     with_text = [line for line in kestrl("show", "g/0", "--tokens", "--runs", runs) if " mask " in line]
     assert all(line.endswith('"') for line in with_text)
+
+
+@pytest.mark.servers
+def test_a_bucket_is_read_and_labelled(runs: Path, s3_environment: Any) -> None:
+    address = f"s3://runs/{uuid.uuid4().hex}"
+    bucket, local = open_store(address), open_store(str(runs / "job-1"))
+    for path in local.list("episodes"):
+        bucket.put(path, local.get(path))
+    assert kestrl("list", address) == kestrl("list", (runs / "job-1").as_uri())
+    kestrl("label", "a/2", "no", "--run", address)
+    listed = kestrl("list", address, "--where", "label = 'no' and reward < 0")
+    assert [line.split()[0] for line in listed] == ["a/2"]
+    assert kestrl("diff", "a/2", "--run", address)[0].split() == ["*", "episode", "a/2", "a/0"]

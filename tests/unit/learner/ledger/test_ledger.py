@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -234,6 +237,23 @@ def test_a_scenario_of_an_epoch_has_one_row(ledger: Ledger) -> None:
 def test_the_migrations_make_the_tables_that_the_code_speaks_of(ledger: Ledger) -> None:
     with ledger._engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+
+def test_what_an_older_version_dropped_stays_dropped(place: Place) -> None:
+    ledger = open_ledger(place)
+    lease = ledger.lease(0)
+    assert lease is not None
+    ledger.drop(lease, "tool/tool_raised")
+    config = Config()
+    config.set_main_option("script_location", str(files("kestrl_learner.ledger") / "migrations"))
+    with ledger._engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0003")
+    ledger.close()
+    newer = open_ledger(place)
+    newer.rewind(0)
+    assert newer.counts() == {"dropped": 1}
+    newer.close()
 
 
 def test_a_database_that_cannot_be_opened_is_an_input_error() -> None:

@@ -124,6 +124,8 @@ def numbers(facts: Any, name: str = "") -> dict[str, float]:
     """The numbers of nested facts, by path."""
     if isinstance(facts, dict):
         return {key: value for part in facts for key, value in numbers(facts[part], f"{name}/{part}").items()}
+    if isinstance(facts, array | list):
+        return numbers(dict(enumerate(facts)), name)
     return {name: float(facts)}
 
 

@@ -112,7 +112,7 @@ async def test_a_group_given_up_before_it_began_is_attempted_again(
 async def test_a_step_for_which_nothing_comes_ends_the_run_with_a_reason(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].hangs = lambda request: request.purpose == "train" and len(stage.asked()) > 2
-        with pytest.raises(StepDeadline, match=r"no group of step 1 was complete within 3 s; .*deadlines\.step"):
+        with pytest.raises(StepDeadline, match=r"no group of step 2 was complete within 3 s; .*deadlines\.step"):
             async with running(stage.but(validation=None, step_seconds=3.0)):
                 pass
         assert stage.summary["status"] == "failed"

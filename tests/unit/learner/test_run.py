@@ -342,7 +342,7 @@ async def test_with_staleness_an_engine_with_other_weights_stops_the_run(staged:
         with pytest.raises(KestrlError) as caught:
             await train(stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED}))
         assert caught.value.code == "logprob_gap"
-        assert "step 2: " in str(caught.value)
+        assert "step 3: " in str(caught.value)
         assert re.search(r"engine-\d on test\.1\.\w+: mean 0\.01 above", str(caught.value))
 
 
@@ -361,7 +361,7 @@ async def test_an_engine_whose_weights_change_amid_a_versions_rollouts_stops_the
             return group
 
         stage.workers[0].script = lie
-        with pytest.raises(KestrlError, match="step 2: ") as caught:
+        with pytest.raises(KestrlError, match="step 3: ") as caught:
             await train(stage.but(algorithm={"max_staleness": 1, "correction": DECOUPLED}))
         assert caught.value.code == "logprob_gap"
 

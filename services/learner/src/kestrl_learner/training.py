@@ -247,7 +247,7 @@ class Training:
         settings, resources = self._settings, self._resources
         while self._done < resources.steps:
             began = time.monotonic()
-            with span(SpanName.STEP, {Attr.STEP: self._done, Attr.POLICY: policy.name}):
+            with span(SpanName.STEP, {Attr.STEP: self._done + 1, Attr.POLICY: policy.name}):
                 ready = await self._source.take(self._done)
                 if resources.drain.is_set() and not ready:
                     raise Interrupted
@@ -288,7 +288,7 @@ class Training:
 
     async def _update(self, ready: Sequence[ReadyGroup], policy: PolicyVersion) -> StepResult:
         groups = train_batch([item.group for item in ready], self._trainer.algorithm, policy.name)
-        with span(SpanName.UPDATE, {Attr.STEP: self._done}):
+        with span(SpanName.UPDATE, {Attr.STEP: self._done + 1}):
             result = await asyncio.to_thread(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         mismatch, resources = result.mismatch, self._resources
@@ -296,8 +296,8 @@ class Training:
         alarms = mismatch.alarms(self._settings.gap_bounds)
         if alarms:
             raise MismatchExceeded(
-                f"step {self._done}: log-probs of learner and engine differ, in nats per token: {'; '.join(alarms)}. "
-                "Samples of such an engine are not from the policy it reports"
+                f"step {self._done + 1}: log-probs of learner and engine differ, in nats per token: "
+                f"{'; '.join(alarms)}. Samples of such an engine are not from the policy it reports"
             )
         return result
 

@@ -228,8 +228,8 @@ class Dispatcher(GroupSource):
             self._evict(step)
             if not len(self._queue):
                 raise StepDeadline(
-                    f"no group of step {step} was complete within {seconds:g} s; check what the episodes wait for, or "
-                    "raise spec.rollout.deadlines.step"
+                    f"no group of step {step + 1} was complete within {seconds:g} s; check what the episodes wait for, "
+                    "or raise spec.rollout.deadlines.step"
                 ) from None
         taken = self._queue.take(self._per_step)
         self._consumed += self._per_step

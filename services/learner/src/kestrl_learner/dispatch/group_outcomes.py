@@ -193,7 +193,7 @@ class GroupOutcomes:
         """Releases the scenarios of waiting groups that are too old for a step, each exactly once; returns how many."""
         older = self._queue.take_older(step - self._settings.algorithm.max_staleness)
         for ready in older:
-            reason = f"stale: version {ready.policy.step} at step {step}"
+            reason = f"stale: version {ready.policy.step} at step {step + 1}"
             self._store(ready.lease, GroupOutcome.STALE, reason, ready.whole or ready.group)
             self._leases.release_finished(ready.lease, reason)
             self._count_stale(

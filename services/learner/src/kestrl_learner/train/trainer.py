@@ -295,7 +295,7 @@ class Trainer:
         norm = float(norm_on_device)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"step {step}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
+            raise NotFinite(f"step {step + 1}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
         if any(each.kind.backward for each in passes):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return loss, norm

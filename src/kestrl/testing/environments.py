@@ -72,7 +72,8 @@ async def check_environment(
 def _check_class(adapter: Any) -> None:
     assert callable(getattr(adapter, ENVIRONMENT_REWARD, None)), f"it has no {ENVIRONMENT_REWARD}()"
     hooks = {"reset", "state", ENVIRONMENT_REWARD, "close", "gold", "start_service", "stop_service"}
-    public = [name for name, _ in inspect.getmembers(type(adapter), callable) if not name.startswith("_")]
+    kind: type[Any] = type(adapter)
+    public = [name for name, _ in inspect.getmembers(kind, callable) if not name.startswith("_")]
     assert set(public) - hooks, f"it has neither {ACT}(text) nor tools (public methods): nothing can be played"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,16 @@ def as_job_environment(stage: Any, *, turns: bool) -> None:
     stage.tools.states = {"environment": {"get_reward": 1.0}}
 
 
+def answering(*answers: CallResponse) -> Callable[[Any], CallResponse]:
+    """A tool that gives these answers, one after another."""
+    left = list(answers)
+
+    def answer(_: Any) -> CallResponse:
+        return left.pop(0)
+
+    return answer
+
+
 async def test_turns_without_calls_are_actions_until_the_environment_ends_the_episode(stage: Any) -> None:
     as_job_environment(stage, turns=True)
     answers = [
@@ -126,7 +137,7 @@ async def test_turns_without_calls_are_actions_until_the_environment_ends_the_ep
         CallResponse(outcome="ok", text="go on"),
         CallResponse(outcome="ok", text="", final=True),
     ]
-    stage.tools.handlers["answer"] = lambda *_: answers.pop(0)
+    stage.tools.handlers["answer"] = answering(*answers)
     stage.says("two", "2", "1", "never asked for")
     episode = await stage.episode()
     assert episode.failure is None
@@ -148,7 +159,7 @@ async def test_turns_without_calls_are_actions_until_the_environment_ends_the_ep
 async def test_it_is_reset_with_the_columns_of_the_row_and_gives_the_prompt(stage: Any) -> None:
     as_job_environment(stage, turns=True)
     stage.tools.prompt = "What is 1 + 1?"
-    stage.tools.handlers["answer"] = lambda *_: CallResponse(outcome="ok", final=True)
+    stage.tools.handlers["answer"] = answering(CallResponse(outcome="ok", final=True))
     stage.says("2")
     row = Scenario(id="r", ordinal=0, messages=[], tools=["answer"], metadata={"index": 3}, ground_truth="2")
     episode = await stage.episode(scenario=row)

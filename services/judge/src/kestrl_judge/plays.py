@@ -34,7 +34,7 @@ def check(settings: PlayedCheck) -> dict[str, Any]:
     rows = read_rows(Path(settings.data.path), size=settings.data.size, promptless=settings.data.promptless)
     with asyncio.Runner() as runner:
         rules = [(entry.weight, _rule(entry, runner)) for entry in settings.judge.rewards if not entry.asks_judge]
-        scored = [_row(played, rows[played["ordinal"]], rules, settings.max_turns) for played in settings.rows]
+        scored = [_row(played, rows[int(played["ordinal"])], rules, settings.max_turns) for played in settings.rows]
     left_out = [entry.rule for entry in settings.judge.rewards if entry.asks_judge]
     left_out += [] if settings.judge.ruler is None else ["ruler"]
     return {"rows": scored, "left_out": left_out, "rules": len(rules)}

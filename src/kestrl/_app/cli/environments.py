@@ -38,7 +38,7 @@ def check_environment(
 
     Exit code 2 if there is a problem.
     """
-    job = read_job(manifest, set_)
+    job = read_job(manifest, set_ or ())
     with TemporaryDirectory() as cache:
         found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows)
     for warning in found.warnings:

@@ -109,9 +109,11 @@ def _order(places: Sequence[str], rewards: Sequence[Mapping[str, Sequence[float]
 
 
 def _constant(ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    """One reward for all plays of all rows, from which nothing can be learned."""
+    """One reward for all plays of all rows, from which nothing can be learned. Where no solution was played, 0 is what
+    the others should earn.
+    """
     values = {each for pair in ranges.values() for each in pair}
-    if len(values) == 1:
+    if len(values) == 1 and (SOLUTION in ranges or values != {0.0}):
         yield f"every play of every row earns {values.pop():g}, so that there is nothing to learn from"
 
 

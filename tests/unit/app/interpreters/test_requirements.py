@@ -69,7 +69,7 @@ def test_other_requirements_or_another_python_are_another_environment(calls: Pat
 
 def test_two_at_once_make_one(calls: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: environment("a==1"), range(2))
+        first, second = threads.map(environment, ["a==1"] * 2)
     assert first == second
     assert calls.read_text().count("venv --relocatable") == 1
 

@@ -36,7 +36,7 @@ class Sound:
         self._right = text == self._word
         return ToolResult(text="", final=True)
 
-    def gold(self) -> str:
+    def gold(self) -> str | None:
         return self._word
 
     def get_reward(self) -> float:
@@ -56,6 +56,11 @@ class PaysForNothing(Sound):
 class Changes(Sound):
     def get_reward(self) -> float:
         return random.random()
+
+
+class Unsolved(Sound):
+    def gold(self) -> None:
+        return None
 
 
 class Leaks(Sound):

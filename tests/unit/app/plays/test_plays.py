@@ -13,16 +13,21 @@ from kestrl._app.plays import playing
 from kestrl._app.plays.playing import plays_of
 from kestrl._app.plays.verdict import Verdict
 from kestrl._shared.spec import parse_job
+from kestrl._shared.spec.environments import Environment
 
 PLANTED = Path(__file__).with_name("planted.py").read_text(encoding="utf-8")
 WORDS = ("lamp", "chair")
 Check = Callable[..., Verdict]
 
 
+def ours(_: Environment | None) -> None:
+    """The interpreter of this test, in which what environments import of KestRL's is installed."""
+
+
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Plays the rows of a job whose environment runs in the interpreter of this test."""
-    monkeypatch.setattr(playing, "interpreter_of", lambda _: None)
+    monkeypatch.setattr(playing, "interpreter_of", ours)
     (tmp_path / "planted_plays.py").write_text(PLANTED, encoding="utf-8")
 
     def run(**spec: Any) -> Verdict:
@@ -74,6 +79,12 @@ def test_a_solution_in_the_prompt_is_a_warning(check: Check) -> None:
     found = check(environment=environment("Leaks"))
     assert found.problems == []
     assert found.warnings[0].startswith("the solution stands in the prompt: at ")
+
+
+def test_without_a_solution_a_reward_of_0_is_no_finding(check: Check) -> None:
+    found = check(environment=environment("Unsolved"))
+    assert found.problems == []
+    assert found.warnings == ["no row has a solution, so that only doing nothing and a wrong answer were played"]
 
 
 def test_a_sound_rule_has_no_finding(check: Check) -> None:

@@ -15,7 +15,7 @@ HOST_REQUIREMENTS = ("docstring-parser>=0.16", "jsonschema-rs>=0.33", "pydantic>
 """What the host of an environment imports beside the standard library."""
 KIND_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "reasoningGym": ("reasoning-gym",),
-    "openenv": ("websockets>=14",),
+    "openenv": ("websockets>=15",),
 }
 """What the adapter of a kind imports; requirements of the manifest for the same package replace them."""
 ADAPTERS: Mapping[str, str] = {

@@ -48,6 +48,7 @@ class OpenEnv:
     def __init__(self, url: str | None, app: str | None) -> None:
         del url, app  # `start_service` has used them
         self._socket: Any = None
+        self._open = contextlib.ExitStack()
         self._reward = 0.0
 
     @classmethod
@@ -89,7 +90,8 @@ class OpenEnv:
 
         address = f"ws{self._url.removeprefix('http')}/ws"
         try:
-            self._socket = connect(address, max_size=LARGEST_MESSAGE, open_timeout=REQUEST_SECONDS, proxy=None)
+            connecting = connect(address, max_size=LARGEST_MESSAGE, open_timeout=REQUEST_SECONDS, proxy=None)
+            self._socket = self._open.enter_context(connecting)
         except (OSError, WebSocketException) as error:
             raise _lost(f"{address} cannot be reached: {error}") from error
         shown = _shown(self._asked("reset", dict(reset or {}))["observation"])
@@ -107,10 +109,12 @@ class OpenEnv:
         return self._reward
 
     def close(self) -> None:
+        from websockets.exceptions import WebSocketException
+
         if self._socket is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, WebSocketException):  # the server is gone
                 self._socket.send(json.dumps({"type": "close"}))
-            self._socket.close()
+        self._open.close()
 
     def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The observation that answers a message.

@@ -1,0 +1,128 @@
+"""Our adapters, against a stand-in package and a server that speaks OpenEnv's wire."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from websockets.http11 import Request, Response
+from websockets.sync.server import ServerConnection, serve
+
+from kestrl.errors import ToolFailure, UserInputError
+from kestrl.testing.environments import check_environment
+from kestrl.tools import ToolError
+from kestrl_tools.environments.openenv import OpenEnv
+from kestrl_tools.environments.reasoning_gym import ReasoningGym, rows
+
+SCHEMA = {"action": {"properties": {"word": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["word"]}}
+
+
+class Sums:
+    """A data set as reasoning-gym makes it: a task is decided by seed and position."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._seed, self._most = seed, most
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        left, right = (self._seed + index) % self._most, index % self._most
+        return {"question": f"{left} + {right} =", "answer": str(left + right), "metadata": {}}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return 1.0 if answer == entry["answer"] else 0.01
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_dataset(name: str, *, seed: int, size: int, most: int = 10) -> Sums:
+        if name != "sums":
+            raise ValueError(f"Dataset '{name}' not registered")
+        assert size >= 1
+        return Sums(seed, most)
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+
+
+async def test_tasks_are_listed_with_digests_and_played() -> None:
+    listed = list(rows("sums", {}, seed=3, size=2))
+    assert [row["prompt"] for row in listed] == ["3 + 0 =", "4 + 1 ="]
+    assert len({row["digest"] for row in listed}) == 2
+    assert not [row for row in listed if "answer" in row]
+    columns = [{name: row[name] for name in ("index", "seed", "digest")} for row in listed]
+    await check_environment(lambda: ReasoningGym("sums", {}), rows=columns, turns=["7"])
+
+
+def test_a_task_of_another_version_is_refused() -> None:
+    (row,) = rows("sums", {}, seed=3, size=1)
+    with pytest.raises(ToolFailure, match="another one than when the row was written") as caught:
+        ReasoningGym("sums", {"most": 2}).reset(index=0, seed=3, digest=row["digest"])
+    assert caught.value.code == "tool_row_changed"
+
+
+@pytest.mark.parametrize(("generator", "settings"), [("products", {}), ("sums", {"least": 1})])
+def test_a_generator_that_does_not_fit_is_refused_at_the_start(generator: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UserInputError, match=r"^reasoningGym: "):
+        ReasoningGym.start_service(generator, settings)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """URL of a server whose episodes end with the word lamp."""
+
+    def schema(connection: ServerConnection, request: Request) -> Response | None:
+        return connection.respond(HTTPStatus.OK, json.dumps(SCHEMA)) if request.path == "/schema" else None
+
+    def play(connection: ServerConnection) -> None:
+        for message in map(json.loads, connection):
+            data, word = message.get("data", {}), message.get("data", {}).get("word")
+            if message["type"] == "close":
+                return
+            if message["type"] == "step" and word is None:
+                error = {"code": "VALIDATION_ERROR", "errors": [{"loc": ["word"], "msg": "Field required"}]}
+                connection.send(json.dumps({"type": "error", "data": error}))
+                continue
+            text = f"seed {data.get('seed')}" if message["type"] == "reset" else "heard"
+            right = word == "lamp"
+            content = {"observation": {"text": text}, "reward": float(right) if word else None, "done": right}
+            connection.send(json.dumps({"type": "observation", "data": content}))
+
+    with serve(play, "127.0.0.1", 0, process_request=schema) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.socket.getsockname()[1]}"
+        running.shutdown()
+        thread.join()
+
+
+def test_a_server_of_openenv_is_played_and_its_rewards_are_summed(server: str) -> None:
+    OpenEnv.start_service(server, None)
+    episode = OpenEnv(server, None)
+    assert episode.reset(reset={"seed": 7}) == "seed 7"
+    assert (episode.act("chair").text, episode.get_reward()) == ("heard", 0.0)
+    with pytest.raises(ToolError, match="Field required"):
+        episode.act('{"wrod": "x"}')
+    last = episode.act('{"word": "lamp"}')
+    assert (last.final, episode.get_reward()) == (True, 1.0)
+    episode.close()
+
+
+def test_what_does_not_answer_as_openenv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrl_tools.environments.openenv.REQUEST_SECONDS", 0.3)
+    with pytest.raises(UserInputError, match="/schema does not answer as OpenEnv's does"):
+        OpenEnv.start_service("http://127.0.0.1:1", None)
+
+
+def test_a_lost_server_is_a_failure_that_another_attempt_may_not_meet(server: str) -> None:
+    OpenEnv.start_service(server, None)
+    episode = OpenEnv(server, None)
+    episode.reset()
+    episode._socket.close()
+    with pytest.raises(ToolFailure, match="the server did not answer a step") as caught:
+        episode.act("lamp")
+    assert (caught.value.code, caught.value.retryable) == ("tool_server_lost", True)
+    episode.close()

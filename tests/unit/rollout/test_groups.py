@@ -276,7 +276,6 @@ def blank(text: str = "") -> Scenario:
         ({"sampling": {"max_turns": 0}}, "max_turns"),
         ({"sampling": {"max_tokens": 0}}, "max_tokens"),
         ({"scenario": blank()}, "role"),
-        ({"messages": []}, "messages"),
     ],
 )
 async def test_a_request_that_cannot_be_run_names_the_field(stage: Any, changes: dict[str, Any], field: str) -> None:

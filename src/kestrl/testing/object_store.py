@@ -55,9 +55,13 @@ def _code(call: Callable[[], object]) -> str:
 
 def _check_missing(store: ObjectStore) -> None:
     assert not store.exists("folder/none"), "an object that was never written does not exist"
-    calls = (store.get, store.size, lambda path: store.get_range(path, 0, 1))
-    for call in calls:
-        assert _code(lambda call=call: call("folder/none")) == "not_found", "reading a missing object is `not_found`"
+    absent = "folder/none"
+    for code in (
+        _code(lambda: store.get(absent)),
+        _code(lambda: store.size(absent)),
+        _code(lambda: store.get_range(absent, 0, 1)),
+    ):
+        assert code == "not_found", "reading a missing object is `not_found`"
     store.delete("folder/none")  # no error
 
 

@@ -120,7 +120,8 @@ def _followed(place: EpisodePlace, purpose: Purpose | None, step: int | None) ->
 def _rows(store: ObjectStore, batch: Batch, condition: Condition | None) -> Sequence[dict[str, Any]]:
     columns = dict.fromkeys([*LISTED, *(() if condition is None else condition.columns())])
     table = with_labels(batch_table(store, batch, [*columns]), read_labels(store))
-    return (table if condition is None else condition.matching(table)).to_pylist()
+    rows: list[dict[str, Any]] = (table if condition is None else condition.matching(table)).to_pylist()
+    return rows
 
 
 def find_episode(place: EpisodePlace, episode_id: str) -> StoredEpisode:

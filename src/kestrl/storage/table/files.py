@@ -24,7 +24,8 @@ def file_of(batch: EpisodeBatch, run: str) -> bytes:
     """The Parquet file of a batch."""
     sink = arrow().BufferOutputStream()
     parquet().write_table(table_of(batch, run), sink, compression="zstd", row_group_size=ROW_GROUP)
-    return sink.getvalue().to_pybytes()
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
 
 
 class Ranges(io.RawIOBase):
@@ -95,11 +96,12 @@ class TableFile:
 
     def rows(self, wanted: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """Rows as pyarrow gives them, all or those at ascending places; reads the row groups that hold them."""
+        records: list[dict[str, Any]] = []
+        begin = 0
         with self._damage():
             if wanted is None:
-                return self._file.read().to_pylist()
-            records: list[dict[str, Any]] = []
-            begin = 0
+                records += self._file.read().to_pylist()
+                return records
             for number in range(self._file.num_row_groups):
                 count = self._file.metadata.row_group(number).num_rows
                 places = [place - begin for place in wanted if begin <= place < begin + count]

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from kestrl.episode import ACT, ENVIRONMENT_REWARD
 from kestrl.tools import ToolError, ToolResult
@@ -72,8 +72,7 @@ async def check_environment(
 def _check_class(adapter: Any) -> None:
     assert callable(getattr(adapter, ENVIRONMENT_REWARD, None)), f"it has no {ENVIRONMENT_REWARD}()"
     hooks = {"reset", "state", ENVIRONMENT_REWARD, "close", "gold", "start_service", "stop_service"}
-    kind: type[Any] = type(adapter)
-    public = [name for name, _ in inspect.getmembers(kind, callable) if not name.startswith("_")]
+    public = [name for name, _ in inspect.getmembers(cast("object", type(adapter)), callable) if name[0] != "_"]
     assert set(public) - hooks, f"it has neither {ACT}(text) nor tools (public methods): nothing can be played"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from kestrl._app.interpreters.requirements import environment_python
+from kestrl._app.interpreters.requirements import environment_python, say
 from kestrl._shared.spec.agent import Agent
 
 FIELD = "spec.agent.python.requirements"
@@ -18,7 +16,4 @@ def agent_python(agent: Agent) -> str | None:
     """
     if agent.python is None:
         return None
-    python = environment_python(
-        agent.python.requirements, python=None, field=FIELD, say=lambda line: typer.echo(line, err=True)
-    )
-    return str(python)
+    return str(environment_python(agent.python.requirements, python=None, field=FIELD, say=say))

@@ -16,6 +16,7 @@ from pathlib import Path
 from kestrl._app.interpreters.making import make_environment
 from kestrl._app.interpreters.places import data_folder, locked, remove_unfinished
 from kestrl.errors import UserInputError
+from kestrl.terminal import safe_line
 
 VARIABLE = "KESTRL_ENVIRONMENTS"
 """Environment variable with the folder of environments."""
@@ -28,6 +29,11 @@ SHOWN = 3
 def environments_folder() -> Path:
     """Folder of environments: that of the variable, or one in the user's data folder."""
     return data_folder("environments", VARIABLE)
+
+
+def say(line: str) -> None:
+    """Shows a line of progress of a command, on standard error."""
+    print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201 - as the first line says
 
 
 def environment_python(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,7 +27,6 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
-from kestrl.terminal import safe_line
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
@@ -171,11 +169,7 @@ def interpreter_of(environment: Environment | None, *, field: str = ENVIRONMENT_
         return None
     needed = environment_requirements(environment)
     version = environment.python.version
-    return str(requirements.environment_python(needed, python=version, field=field, say=_say))
-
-
-def _say(line: str) -> None:
-    print(safe_line(line), file=sys.stderr, flush=True)  # noqa: T201 - a line of progress of the command
+    return str(requirements.environment_python(needed, python=version, field=field, say=requirements.say))
 
 
 def site_of(

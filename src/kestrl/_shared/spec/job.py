@@ -5,7 +5,7 @@ Cross-field rules are in `rules.py`, so that all problems of a manifest are repo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -328,3 +328,9 @@ class AgentRLJob(Model):
     kind: Literal["AgentRLJob"]
     metadata: Metadata
     spec: JobSpec
+
+
+def job_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of `AgentRLJob`, as the manifest is written: for editors and for the CRD."""
+    schema = AgentRLJob.model_json_schema(by_alias=True, mode="validation")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

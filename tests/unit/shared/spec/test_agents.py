@@ -64,3 +64,11 @@ def test_a_returned_reward_needs_the_worth_of_a_run_that_was_stopped() -> None:
     (problem,) = refused(NO_TOOLS, "agent={run: 'mine:agent'}", reward)
     assert problem.startswith("spec.agent.stoppedReward: ")
     parse_job(with_overrides(MANIFEST, [NO_TOOLS, "agent={run: 'mine:agent', stoppedReward: 0}", reward]))
+
+
+def test_an_environment_that_an_agent_outside_never_plays_is_refused() -> None:
+    environment = "environment={reasoningGym: {generator: chain_sum}}"
+    assert "spec.environment: an agent by command brings its own task and steps; remove one of the two" in refused(
+        NO_TOOLS, "agent={command: [agent]}", environment
+    )
+    parse_job(with_overrides(MANIFEST, [NO_TOOLS, environment]))

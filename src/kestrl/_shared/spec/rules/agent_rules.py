@@ -32,6 +32,10 @@ def agent_problems(spec: JobSpec) -> Iterator[Problem]:
         yield Problem(
             "spec.tools", f"an agent by {agent.outside} brings tools of its own and calls none of these; remove them"
         )
+    if agent.outside and spec.environment is not None:
+        yield Problem(
+            "spec.environment", f"an agent by {agent.outside} brings its own task and steps; remove one of the two"
+        )
     if agent.outside and agent.stopped_reward is None:
         for index, reward in enumerate(spec.rewards):
             if reward.rule == "loop_reward":

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
-from kestrl._app.local.progress import clock, means_line, step_words
+from kestrl._app.local.progress import builds_words, clock, means_line, step_words
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
 from kestrl._app.local.secrets import open_storage
@@ -127,6 +127,8 @@ def _print_state(state: RunState, *, alive: bool) -> None:
     console.print(safe_line(f"{step_words(state)}  {means_line(state.means)}"), markup=False)
     version = "none yet" if state.policy.version is None else state.policy.version.name
     console.print(f"policy {version} proved {state.engines.verified}/{state.engines.total}", markup=False)
+    if builds := builds_words(state):
+        console.print(safe_line(f"engines, and what named their policies: {builds}"), markup=False)
     for name, used in sorted(state.tools.sandboxes.items()):
         console.print(safe_line(f"sandbox of {name}: {used}"), markup=False, highlight=False)
     if alive and state.last_step.eta_seconds:

@@ -35,6 +35,11 @@ def failure_counts(failures: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(failures.items()))
 
 
+def builds_words(state: RunState) -> str:
+    """Builds of the engines that have proved a policy, each with what named it; empty before that."""
+    return ", ".join(f"{build.engine} {build.version} ({build.witness})" for build in state.engines.builds)
+
+
 def warnings(state: RunState) -> list[str]:
     """What is wrong with a run that goes on."""
     lines = [f"waiting: {state.storage.wait}"] if state.storage.wait else []

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kestrl._app.local.progress import builds_words
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.uncertainty import TESTED, Paired, different_questions, pairs_of, values_of
 from kestrl._shared.plan.engines import serving_command
@@ -89,9 +90,8 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
             f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
             f"maximum {gap['max']:.1e} nats per token"
         )
-    if summary.state is not None and summary.state.engines.builds:
-        builds = (f"{each.engine} {each.version} ({each.witness})" for each in summary.state.engines.builds)
-        console.print(safe_line(f"engines, and what named their policies: {', '.join(builds)}"), markup=False)
+    if summary.state is not None and (builds := builds_words(summary.state)):
+        console.print(safe_line(f"engines, and what named their policies: {builds}"), markup=False)
     for name, count in sorted(summary.failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
     if summary.skipped_rows:

@@ -18,7 +18,7 @@ from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
 from kestrl.episode import Episode, Group, Purpose, Scenario, StopReason
-from kestrl.runstate.state import RunState, StoreAccess
+from kestrl.runstate.state import EngineBuild, EngineFleet, RunState, StoreAccess
 from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
 
@@ -180,6 +180,16 @@ def test_control_characters_of_stored_text_are_escaped(folder: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "[engine/no_engine_proved] x\\x1b[2J" in shown.stdout
     assert kestrl(folder, "logs").stdout == "learner-0 | \\x1b]52;c;aGk=\\x07\n"
+
+
+def test_status_shows_which_builds_answered_and_what_named_their_policies(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "job-1")
+    builds = (EngineBuild(engine="vllm", version="0.32.0", witness="engine"),)
+    record = RunnerRecordFile(run.path / "run.json", RunnerRecord())
+    record.update(state=RunState())
+    assert "what named" not in kestrl(folder, "status").stdout
+    record.update(state=RunState(engines=EngineFleet(builds=builds)))
+    assert "engines, and what named their policies: vllm 0.32.0 (engine)" in kestrl(folder, "status").stdout
 
 
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:

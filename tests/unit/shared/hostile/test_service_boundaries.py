@@ -81,7 +81,7 @@ RUNS = (
 
 
 def generated(document: str) -> None:
-    completion = EngineClient(None, Vllm())._completion("e", "p", document.encode("utf-8", "replace"))  # pyright: ignore[reportPrivateUsage]
+    completion = EngineClient(None, Vllm())._completion("e", "p", document.encode("utf-8", "replace"), None)  # pyright: ignore[reportPrivateUsage]
     sent(completion.finish_reason)
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kestrl.episode import PolicyVersion
+from kestrl.storage.stored_groups import StoredGroup
 from kestrl_learner.dispatch.group_queue import ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.ledger import Ledger
@@ -75,6 +76,12 @@ class CheckedSource(GroupSource):
             self._ids.add(group.id)
         finished = self._ledger.counts().get("finished", 0)
         assert finished >= len(groups), f"leases of taken groups are finished; of {len(groups)} {finished} are"
+
+    def take_ended(self) -> list[StoredGroup]:
+        ended = self._source.take_ended()
+        for stored in ended:
+            assert stored.group.id not in self._ids, "a group that was taken does not end a second time"
+        return ended
 
     def advance(self, policy: PolicyVersion) -> None:
         self._published.append(policy)

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
-from kestrl._app.cli.runs import run_store
 from kestrl._app.cli.sft import SETTINGS
+from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._shared.plan.components import TORCH_DEFAULTS
 from kestrl._shared.plan.settings.common import read_settings

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Runs
-from kestrl._app.cli.runs import run_store
+from kestrl._app.episodes.decoding import decoded, tokenizer_of
 from kestrl._app.episodes.difference import best_sibling, difference
 from kestrl._app.episodes.labels import delete_label, labelled, read_labels, with_labels, write_label
+from kestrl._app.episodes.places import EpisodePlace, find_episode, find_place
 from kestrl._app.episodes.printing import LISTED, episode_lines, judge_lines, listed_line, token_lines
 from kestrl._app.episodes.query import Condition
-from kestrl._app.episodes.reading import Batch, batch_table, batches, stored_episodes
-from kestrl._app.local.rundir import RunDir, find_run
-from kestrl._shared.checking import DecodeRequest, ask
+from kestrl._app.episodes.reading import Batch, batch_table, batches
 from kestrl.episode import Episode, Purpose
 from kestrl.errors import UserInputError
-from kestrl.storage import ObjectStore, open_store
-from kestrl.storage.episodes import EpisodeFilter, StoredEpisode
+from kestrl.storage import ObjectStore
 from kestrl.terminal import safe
 
-DECODE_SECONDS = 60.0
 POLL_SECONDS = 1.0
 PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
 LABELS = ("yes", "no")
@@ -36,38 +31,6 @@ RUN_HELP = "Run id, folder of an evaluation, or address such as s3://bucket/run 
 Run = Annotated[str | None, typer.Argument(help=RUN_HELP, show_default=False)]
 RunOption = Annotated[str | None, typer.Option("--run", help=RUN_HELP)]
 EpisodeId = Annotated[str, typer.Argument(help="Episode id, as printed by `episodes list`.")]
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodePlace:
-    """Where the episodes of a run are stored."""
-
-    store: ObjectStore
-    run: RunDir | None
-    """None for an address."""
-
-    @property
-    def live(self) -> bool:
-        """Whether more episodes may come; unknown, and so true, at an address."""
-        return self.run is None or self.run.runner_pid() is not None
-
-
-def find_place(runs: Path, name: str | None) -> EpisodePlace:
-    """The place that a command names.
-
-    Raises:
-        UserInputError: There is no such run, folder or bucket.
-    """
-    if name is not None and "://" in name:
-        return EpisodePlace(open_store(name, create=False), None)
-    folder = Path(name) if name is not None and not (runs / name / "job.json").is_file() else None
-    if folder is not None and (folder / "job.json").is_file():
-        run = RunDir(folder.resolve())
-    elif folder is not None and (folder / "episodes").is_dir():
-        return EpisodePlace(open_store(str(folder), create=False), None)
-    else:
-        run = find_run(runs, name)
-    return EpisodePlace(run_store(run), run)
 
 
 def _purpose(name: str | None) -> Purpose | None:
@@ -124,18 +87,6 @@ def _rows(store: ObjectStore, batch: Batch, condition: Condition | None) -> Sequ
     return rows
 
 
-def find_episode(place: EpisodePlace, episode_id: str) -> StoredEpisode:
-    """A stored episode by its id.
-
-    Raises:
-        UserInputError: There is no episode with this id.
-    """
-    stored = next(stored_episodes(place.store, EpisodeFilter(id=episode_id)), None)
-    if stored is None:
-        raise UserInputError(f"no stored episode has the id {episode_id!r}; see `kestrl episodes list`")
-    return stored
-
-
 @episodes.command("show")
 def show_episode(
     episode_id: EpisodeId,
@@ -178,7 +129,7 @@ def _engine_lines(place: EpisodePlace, episode: Episode) -> Iterator[str]:
             end = start + sum(1 for _ in places)
             parts.append((number, bool(sampled), list(row.token_ids[start:end])))
             start = end
-    texts = _decoded(_tokenizer(place, "--prompt"), [ids for _, _, ids in parts], "--prompt")
+    texts = decoded(tokenizer_of(place, "--prompt"), [ids for _, _, ids in parts], "--prompt")
     for (number, sampled, ids), text in zip(parts, texts, strict=True):
         yield f"row {number}, {len(ids)} tokens {'sampled' if sampled else 'given'}:"
         yield safe(text)
@@ -188,34 +139,11 @@ def _texts(place: EpisodePlace, episode: Episode) -> Sequence[Sequence[str]] | N
     """The text of every token by row; None, with a line that says why, if this machine cannot decode them."""
     ids = [[token] for row in episode.rows for token in row.token_ids]
     try:
-        texts = iter(_decoded(_tokenizer(place, "the text of tokens"), ids, "the text of tokens"))
+        texts = iter(decoded(tokenizer_of(place, "the text of tokens"), ids, "the text of tokens"))
     except UserInputError as error:
         typer.echo(safe(f"tokens are shown without text: {error}"), err=True)
         return None
     return [[next(texts) for _ in row.token_ids] for row in episode.rows]
-
-
-def _tokenizer(place: EpisodePlace, subject: str) -> str:
-    settings = None if place.run is None else place.run.read_json("settings/rollout-0.json")
-    if settings is None:
-        where = place.store.uri if place.run is None else place.run.path
-        raise UserInputError(f"{subject} needs {where}/settings/rollout-0.json, which names the tokenizer")
-    return str(settings["tokenizer"])
-
-
-def _decoded(tokenizer: str, ids: list[list[int]], subject: str) -> Sequence[str]:
-    """The texts of sequences of tokens.
-
-    Raises:
-        UserInputError: They cannot be decoded here.
-    """
-    request = DecodeRequest(tokenizer=tokenizer, ids=ids)
-    report = ask("kestrl_rollout.decode", request, subject="the tokenizer", seconds=DECODE_SECONDS)
-    if report.missing:
-        raise UserInputError(f"{subject} needs the tokenizer of {report.missing}; install it in this environment")
-    if report.problems:
-        raise UserInputError("\n".join(report.problems))
-    return [str(text) for text in report.facts["texts"]]
 
 
 @episodes.command("diff")

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from kestrl._app.cli.adapters import choose_adapter
 from kestrl._app.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
-from kestrl._app.cli.runs import run_store
 from kestrl._app.episodes.reading import evaluated_groups
 from kestrl._app.local.comparison import Evaluation, report
+from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner import Options, run_job
 from kestrl._app.local.secrets import open_storage

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, RunId, Runs
-from kestrl._app.cli.runs import run_store
+from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._app.local.secrets import Secrets, variables_set
 from kestrl._shared.checking import JudgeCheck, Rejudge, ask

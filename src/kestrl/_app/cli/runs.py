@@ -10,8 +10,7 @@ import shlex
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,67 +19,18 @@ from rich.text import Text
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
+from kestrl._app.local.observation import observe
 from kestrl._app.local.progress import builds_words, clock, means_line, step_words
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
-from kestrl._app.local.secrets import open_storage
-from kestrl._app.local.site import storage_address
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.runstate.state import RunState
-from kestrl.runstate.states import ComponentState, LocalRunState, RunPhase
-from kestrl.storage import ObjectStore
-from kestrl.storage.summary import RunSummary
+from kestrl.runstate.states import ComponentState, LocalRunState
 from kestrl.terminal import safe, safe_line
 
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
-FINISHED = {RunPhase.SUCCEEDED: LocalRunState.SUCCEEDED, RunPhase.FAILED: LocalRunState.FAILED}
-
-
-def run_store(run: RunDir) -> ObjectStore:
-    """The storage of a run."""
-    job, base = run.job(), run.manifest_dir
-    return open_storage(job, base, storage_address(job, run, base), create=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedRun:
-    """A run as observed: whether it is alive follows from the lock on its folder, not from a file's content."""
-
-    run: RunDir
-    pid: int | None
-    """The live runner's."""
-    record: RunnerRecord | None
-    summary: RunSummary | None
-
-    @property
-    def state(self) -> LocalRunState:
-        if self.pid is not None:
-            return LocalRunState.RUNNING
-        if self.summary is not None and self.summary.status in FINISHED:
-            return FINISHED[self.summary.status]
-        if self.record is None:
-            return LocalRunState.NEVER_STARTED
-        return LocalRunState.DEAD if self.record.ended is None else LocalRunState.STOPPED
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "run": self.run.id,
-            "state": self.state,
-            "pid": self.pid,
-            "record": {} if self.record is None else self.record.to_json(),
-            "summary": {} if self.summary is None else self.summary.to_json(),
-        }
-
-
-def observe(run: RunDir) -> ObservedRun:
-    """Observes a run.
-
-    Raises:
-        UserInputError: A file of the run is damaged.
-    """
-    return ObservedRun(run, run.runner_pid(), run.record(), run.summary())
 
 
 def _advice(run: RunDir, state: LocalRunState) -> str:

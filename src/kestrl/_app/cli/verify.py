@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
-from kestrl._app.cli.runs import run_store
 from kestrl._app.cli.sft import fine_tuned
 from kestrl._app.local.files import write_atomic
+from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
 from kestrl._app.local.runner import Options, run_job
 from kestrl._app.local.uncertainty import Values, different_questions, values_of

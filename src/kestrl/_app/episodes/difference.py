@@ -20,6 +20,12 @@ def best_sibling(episode: Episode, episodes: Sequence[Episode]) -> Episode | Non
     return max(scored, key=lambda each: each.reward or 0.0, default=None)
 
 
+def first_difference(one: Episode, other: Episode) -> int | None:
+    """Number of the first message in which two episodes differ; None if all are equal."""
+    pairs = zip_longest(one.messages, other.messages)
+    return next((number for number, (left, right) in enumerate(pairs) if left != right), None)
+
+
 def difference(one: Episode, other: Episode) -> Iterator[str]:
     """Two episodes as lines of text: facts in two columns, then the messages from their first difference on."""
     facts = [(_facts(one), _facts(other))]
@@ -29,7 +35,7 @@ def difference(one: Episode, other: Episode) -> Iterator[str]:
         left, right = (side.get(name, "-") for side in facts[0])
         yield safe_line(f"{'*' if left != right else ' '} {name:<24} {left:<{width}}  {right}")
     pairs = list(zip_longest(one.messages, other.messages))
-    first = next((number for number, (left, right) in enumerate(pairs) if left != right), None)
+    first = first_difference(one, other)
     if first is None:
         yield f"the {len(pairs)} messages are equal"
         return

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from kestrl._app.episodes.tokens import TokenFacts, row_tokens
 from kestrl._app.local.report import transcript
-from kestrl.episode import Episode, Group, Row
+from kestrl.episode import Episode, Group
 from kestrl.storage.episodes import GroupOutcome, StoredEpisode, TrainedTokens
 from kestrl.terminal import safe, safe_line
 
@@ -86,25 +87,20 @@ def token_lines(episode: Episode, tokens: TrainedTokens | None, texts: Sequence[
         tokens: What training computed on its sampled tokens.
         texts: Of the tokens of each row.
     """
-    computed = None if tokens is None else iter(zip(tokens.learner_logprobs, tokens.advantages, strict=True))
-    for number, row in enumerate(episode.rows):
-        spans = [(turn.start, turn.end, turn.policy) for turn in episode.turns if turn.row == number]
-        yield f"row {number}: {len(row.token_ids)} tokens, {sum(row.mask)} sampled"
-        for position in range(len(row.token_ids)):
-            policy = next((name for start, end, name in spans if start <= position < end), "")
-            columns = [_numbers(row, position, computed), policy]
-            columns += [] if texts is None else [json.dumps(texts[number][position], ensure_ascii=False)]
+    for number, row in enumerate(row_tokens(episode, tokens)):
+        yield f"row {number}: {len(row)} tokens, {sum(token.sampled for token in row)} sampled"
+        for token in row:
+            columns = [_numbers(token, trained=tokens is not None), token.policy]
+            columns += [] if texts is None else [json.dumps(texts[number][token.position], ensure_ascii=False)]
             yield safe_line("  ".join(column for column in columns if column).rstrip())
 
 
-def _numbers(row: Row, position: int, computed: Iterator[tuple[float, float]] | None) -> str:
-    sampled = row.mask[position]
-    behaviour = f"{row.logprobs[position]:.6f}" if sampled else "-"
-    columns = f"  {position:5d}  id {row.token_ids[position]:6d}  mask {sampled}  logprob {behaviour:>12}"
-    if computed is None:
+def _numbers(token: TokenFacts, *, trained: bool) -> str:
+    mask, logprob = int(token.sampled), _number(token.logprob, 6)
+    columns = f"  {token.position:5d}  id {token.id:6d}  mask {mask}  logprob {logprob:>12}"
+    if not trained:
         return columns
-    learner, advantage = next(computed) if sampled else (None, None)
-    return f"{columns}  learner {_number(learner, 6):>12}  advantage {_number(advantage, 4):>9}"
+    return f"{columns}  learner {_number(token.learner, 6):>12}  advantage {_number(token.advantage, 4):>9}"
 
 
 def _number(number: float | None, digits: int) -> str:

@@ -161,11 +161,11 @@ class RunDir:
     def runner_pid(self) -> int | None:
         """Pid of the live runner, or None."""
         try:
-            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            handle = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # a reader may have no right to write
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.read(handle, 32).decode()
             return int(text) if text.isdigit() else None

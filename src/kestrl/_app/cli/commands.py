@@ -80,6 +80,7 @@ COMMANDS = {
         "verify",
         "Run a job for every seed, and judge it by a published number. Exit code 0 if it is reached, 1 if it is not.",
     ),
+    "ui": Listed("page", "Show runs, steps and episodes in a browser: why an episode failed, beside one that did not."),
     "episodes": Listed("episodes", "List, compare and label the episodes of a run."),
     "judge": Listed("judges", "Check judge models."),
     "data": Listed("data", "Write data sets as JSONL or Parquet."),

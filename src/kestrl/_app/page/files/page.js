@@ -1,0 +1,58 @@
+// Keys, and a refresh while a run trains. Texts are only compared, never written into the page.
+const items = () => [...document.querySelectorAll("a.item, summary.item")].filter((each) => each.offsetParent !== null);
+const sibling = (rel) => document.querySelector(`a[rel=${rel}]`);
+
+function move(by) {
+  const all = items();
+  const at = all.indexOf(document.activeElement);
+  const next = all[at < 0 ? (by > 0 ? 0 : all.length - 1) : Math.min(Math.max(at + by, 0), all.length - 1)];
+  if (next) next.focus();
+}
+
+function search() {
+  const wanted = window.prompt("Search in the page");
+  if (!wanted) return;
+  for (const each of document.querySelectorAll("details")) {
+    if (each.textContent.toLowerCase().includes(wanted.toLowerCase())) each.open = true;
+  }
+  window.find(wanted);
+}
+
+function label(choice) {
+  const button = document.querySelector(`form.label button[value=${choice}]`);
+  if (button) button.click();
+}
+
+const keys = {
+  j: () => move(1),
+  k: () => move(-1),
+  "/": search,
+  y: () => label("yes"),
+  n: () => label("no"),
+  "]": () => sibling("next")?.click(),
+  "[": () => sibling("prev")?.click(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
+  if (!(event.key in keys)) return;
+  event.preventDefault();
+  keys[event.key]();
+});
+
+const seconds = Number(document.body.dataset.live);
+if (seconds) {
+  const main = (text) => new DOMParser().parseFromString(text, "text/html").querySelector("main")?.textContent;
+  const poll = async (before) => {
+    let now = before;
+    try {
+      const answer = await fetch(location.href, { credentials: "same-origin" });
+      if (answer.ok) now = main(await answer.text());
+    } catch {
+      // The server was stopped; it may come back.
+    }
+    if (before !== undefined && now !== before) location.reload();
+    else setTimeout(() => poll(now), seconds * 1000);
+  };
+  poll(undefined);
+}

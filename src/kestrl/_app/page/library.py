@@ -1,0 +1,135 @@
+"""The runs that a page shows, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kestrl._app.episodes.places import EpisodePlace
+from kestrl._app.local.observation import observe, run_store
+from kestrl._app.local.progress import builds_words, failure_counts, means_line, policy_words, step_words, warnings
+from kestrl._app.local.rundir import RunDir
+from kestrl.errors import KestrlError
+from kestrl.runstate.state import RunState
+from kestrl.runstate.states import LocalRunState
+from kestrl.storage.summary import RunSummary, read_summary
+
+MOST_RUNS = 500
+"""Runs of a folder that the page lists, the newest first."""
+
+
+class Library(Protocol):
+    """The runs of a place."""
+
+    def names(self) -> Sequence[str]:
+        """Names of the runs, the newest first."""
+        ...
+
+    def place(self, name: str) -> EpisodePlace | None:
+        """Where the episodes of a run are; None if there is no such run."""
+        ...
+
+    def facts(self, name: str) -> RunFacts:
+        """What is known of a run that `names` has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run, in words."""
+
+    name: str
+    state: str = ""
+    live: bool = False
+    step: str = ""
+    means: str = ""
+    policy: str = ""
+    engines: str = ""
+    failures: str = ""
+    warnings: Sequence[str] = ()
+    problem: str = ""
+    """Why the run failed, or cannot be read."""
+
+
+class RunsFolder(Library):
+    """The runs of a folder.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> Sequence[str]:
+        files = sorted(self._folder.glob("*/job.json"), key=lambda path: (-path.stat().st_mtime, path.parent.name))
+        return [path.parent.name for path in files[:MOST_RUNS]]
+
+    def place(self, name: str) -> EpisodePlace | None:
+        if name not in self.names():  # a name from a URL never becomes a path by itself
+            return None
+        run = RunDir(self._folder / name)
+        return EpisodePlace(run_store(run), run)
+
+    def facts(self, name: str) -> RunFacts:
+        return _facts_of_run(name, RunDir(self._folder / name))
+
+
+class SingleRun(Library):
+    """One run, evaluation or address.
+
+    Args:
+        name: Its name on the page.
+        place: Where its episodes are.
+    """
+
+    def __init__(self, name: str, place: EpisodePlace) -> None:
+        self._name, self._place = name, place
+
+    def names(self) -> Sequence[str]:
+        return [self._name]
+
+    def place(self, name: str) -> EpisodePlace | None:
+        return self._place if name == self._name else None
+
+    def facts(self, name: str) -> RunFacts:
+        if self._place.run is not None:
+            return _facts_of_run(name, self._place.run)
+        try:
+            summary = read_summary(self._place.store)
+        except KestrlError as error:
+            return RunFacts(name=name, state="unreadable", problem=str(error))
+        return _facts(name, summary, None, state="not ended" if summary is None else str(summary.status), live=True)
+
+
+def _facts_of_run(name: str, run: RunDir) -> RunFacts:
+    try:
+        seen = observe(run)
+    except KestrlError as error:  # one damaged run hides no other
+        return RunFacts(name=name, state="unreadable", problem=str(error))
+    state = None if seen.record is None else seen.record.state
+    return _facts(name, seen.summary, state, state=str(seen.state), live=seen.state is LocalRunState.RUNNING)
+
+
+def _facts(name: str, summary: RunSummary | None, last: RunState | None, *, state: str, live: bool) -> RunFacts:
+    known = last or (None if summary is None else summary.state)
+    if known is None:
+        reason = "" if summary is None else summary.reason
+        means = "" if summary is None else means_line(summary.after or summary.before or {})
+        return RunFacts(name=name, state=state, live=live, means=means, problem=reason)
+    failure = known.activity.failure
+    reason = ("" if summary is None else summary.reason) or ("" if failure is None else str(failure))
+    return RunFacts(
+        name=name,
+        state=state,
+        live=live,
+        step=step_words(known),
+        means=means_line(known.means),
+        policy=f"{policy_words(known)}, verified by {known.engines.verified} of {known.engines.total} engines",
+        engines=builds_words(known),
+        failures=failure_counts(known.history.failures),
+        warnings=warnings(known),
+        problem=reason,
+    )

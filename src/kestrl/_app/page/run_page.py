@@ -1,0 +1,51 @@
+"""What the page of a run shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kestrl._app.episodes.reading import Batch
+from kestrl._app.page.charts import bars, curve
+from kestrl._app.page.steps import Points, StepPoint
+from kestrl.episode import Purpose
+from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import ObjectEpisodeStore
+
+SHOWN_STEPS = 200
+"""Training steps of a page; earlier ones have a page of their own."""
+
+
+def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str, Any]:
+    """Curves and steps of a run.
+
+    Args:
+        store: The run's storage.
+        points: The points known.
+        until: The last step to show; None for the newest.
+    """
+    stored = ObjectEpisodeStore(store)
+    steps = [step for step in stored.steps(Purpose.TRAIN) if until is None or step <= until]
+    shown = steps[-SHOWN_STEPS:]
+    held_out = stored.steps(Purpose.EVALUATION)
+    if shown:
+        first = 0 if len(steps) == len(shown) else shown[0]
+        held_out = [step for step in held_out if first <= step <= shown[-1]]
+    trained = points.of(store, [Batch(Purpose.TRAIN, step) for step in shown])
+    evaluated = points.of(store, [Batch(Purpose.EVALUATION, step) for step in held_out[-SHOWN_STEPS:]])
+    every = [point.batch.step for point in (*trained, *evaluated)] or [0]
+    span = (min(every), max(every))
+    return {
+        "span": span,
+        "reward": curve(_rewards(trained), span),
+        "held_out": curve(_rewards(evaluated), span),
+        "failures": bars({point.batch.step: point.failures for point in trained}, span),
+        "trained": trained[::-1],
+        "evaluated": evaluated[::-1],
+        "earlier": shown[0] - 1 if len(steps) > len(shown) else None,
+        "until": until,
+    }
+
+
+def _rewards(points: Sequence[StepPoint]) -> dict[int, float]:
+    return {point.batch.step: point.reward for point in points if point.reward is not None}

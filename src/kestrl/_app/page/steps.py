@@ -1,0 +1,113 @@
+"""The steps of a run as points of curves, and the rows of one step."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+from statistics import fmean
+from threading import Lock
+from typing import Any
+
+from kestrl._app.episodes.reading import Batch, batch_table
+from kestrl.errors import StorageError, UserInputError
+from kestrl.storage import ObjectStore
+from kestrl.storage.layout import episode_batch
+
+STEP_COLUMNS = (
+    "group", "group_index", "scenario", "episode", "outcome", "reason", "reward", "failure_boundary", "failure_code",
+    "failure_message", "stop", "num_turns", "num_tool_calls", "policy", "engine",
+)  # fmt: skip
+"""Columns of the table that the page of a step needs."""
+POINT_COLUMNS = ("reward", "failure_boundary", "episode")
+MOST_POINTS = 10_000
+"""Points that are kept between requests."""
+READERS = 8
+"""Files that are read at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPoint:
+    """A stored step as a point of the curves."""
+
+    batch: Batch
+    reward: float | None
+    """Mean of the scored episodes; None if there is none."""
+    episodes: int
+    failures: Mapping[str, int]
+    """Failed episodes and groups by boundary."""
+    problem: str = ""
+    """Why the step cannot be read."""
+
+
+def point_of(batch: Batch, columns: Mapping[str, Sequence[Any]]) -> StepPoint:
+    """The point of a step from its columns."""
+    rewards = [reward for reward in columns["reward"] if reward is not None]
+    return StepPoint(
+        batch=batch,
+        reward=fmean(rewards) if rewards else None,
+        episodes=sum(name is not None for name in columns["episode"]),
+        failures=Counter(boundary for boundary in columns["failure_boundary"] if boundary is not None),
+    )
+
+
+class Points:
+    """Points of steps, kept between requests. A file of another size is read again: a resumed run writes its last
+    steps again.
+    """
+
+    def __init__(self) -> None:
+        self._points: OrderedDict[tuple[str, Batch, int], StepPoint] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, store: ObjectStore, batches: Sequence[Batch]) -> Sequence[StepPoint]:
+        """The points of steps, in their order. A step that cannot be read is a point with its problem."""
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(self._point, repeat(store), batches))
+
+    def _point(self, store: ObjectStore, batch: Batch) -> StepPoint:
+        try:
+            key = (store.uri, batch, _size(store, batch))
+            with self._lock:
+                known = self._points.get(key)
+            return known or self._keep(key, point_of(batch, batch_table(store, batch, POINT_COLUMNS).to_pydict()))
+        except (StorageError, UserInputError) as error:
+            return StepPoint(batch=batch, reward=None, episodes=0, failures={}, problem=str(error))
+
+    def _keep(self, key: tuple[str, Batch, int], point: StepPoint) -> StepPoint:
+        with self._lock:
+            self._points[key] = point
+            while len(self._points) > MOST_POINTS:
+                self._points.popitem(last=False)
+        return point
+
+
+def _size(store: ObjectStore, batch: Batch) -> int:
+    """Bytes of a step's file; -1 of one that KestRL 0.1 stored."""
+    try:
+        return store.size(episode_batch(*batch))
+    except StorageError as error:
+        if error.code != "not_found":
+            raise
+        return -1
+
+
+def step_rows(store: ObjectStore, batch: Batch, *, tokens: bool = False) -> Sequence[dict[str, Any]]:
+    """The rows of a step, with the log-prob gap of each episode in nats a token if its tokens are read."""
+    columns = [*STEP_COLUMNS, *(("rows",) if tokens else ())]
+    rows: list[dict[str, Any]] = batch_table(store, batch, columns).to_pylist()
+    return [{**row, "gap": episode_gap(row.pop("rows", None) or ())} for row in rows]
+
+
+def episode_gap(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean distance of the learner's log-probs to the engine's; None of an episode that was not trained on."""
+    gaps = [
+        abs(learner - behaviour)
+        for row in rows
+        if row["learner_logprobs"] is not None
+        for sampled, learner, behaviour in zip(row["mask"], row["learner_logprobs"], row["logprobs"], strict=True)
+        if sampled
+    ]
+    return fmean(gaps) if gaps else None

@@ -1,0 +1,159 @@
+"""`kestrl ui`: from the runs to why an episode failed, filters, tokens, and places without episodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from kestrl._app.episodes.places import find_place
+from kestrl._app.page.addresses import digest, file_of
+from kestrl._app.page.export import export_pages
+from kestrl._app.page.library import RunsFolder, SingleRun
+from kestrl.errors import UserInputError
+
+Read = Callable[[str], str]
+Click = Callable[[str, str], str]
+STEP = "/runs/job-1/train/2"
+
+
+def page_of(episode: str) -> str:
+    return f"{STEP}/episode/{digest(episode)}"
+
+
+def test_three_clicks_from_the_runs_to_why_an_episode_failed(read: Read, click: Click) -> None:
+    run = click(read("/"), "job-1")
+    step = click(read(run), "step 2: tool 1")
+    assert step == STEP
+    failed = click(read(step), "g/1: reward -, tool/tool_raised")
+    page = read(failed)
+    assert "a tool failed: tool raised" in page
+    assert "the shelf is locked\\x1b[31m" in page
+    assert 'See <a href="#turn-1">turn 2</a>: the failure came after this turn' in page
+    assert re.search(r'<details class="turn differs" open id="turn-1">', page)
+    assert re.search(r'<details class="turn" id="turn-0">', page)
+    assert "the best other episode of its group" in page
+    assert page.index("Again.") < page.index("seven")
+
+
+def test_a_verdict_names_parts_weights_the_call_and_the_judges_reason(read: Read) -> None:
+    page = read(page_of("g/2"))
+    assert "reward <strong>-1</strong>" in page
+    assert "= exact -1 \u00d7 1" in page
+    assert "turn 1</a>: a call&#39;s arguments violate the tool&#39;s schema" in page
+    assert re.search(r'<details class="turn differs" open id="turn-0">', page)
+    assert "seven was expected" in page
+    assert "shelf is no number" in page
+    assert "two</dd>" in page, "the expected answer"
+
+
+def test_an_episode_stands_beside_the_same_scenario_of_a_step_before(read: Read) -> None:
+    page = read(f"{page_of('g/2')}/earlier")
+    assert "the same scenario 1 steps before" in page
+    assert f"/runs/job-1/train/1/episode/{digest('even/0')}" in page
+
+
+def test_groups_are_ordered_by_spread_then_by_failures(read: Read) -> None:
+    groups = re.findall(r"<small>group (\w+), (\w+), spread (\S+), failed (\d)/(\d)", read(STEP))
+    assert groups == [
+        ("g", "shrunk", "2", "1", "4"),
+        ("w", "retried", "0", "1", "0"),
+        ("even2", "trained", "0", "0", "1"),
+    ]
+    assert "no episodes: infrastructure/step_deadline" in read(STEP)
+
+
+@pytest.mark.parametrize(
+    ("name", "episodes"),
+    [
+        ("failed", ["g/1"]),
+        ("failed-tool", ["g/1"]),
+        ("failed-judge", []),
+        ("no-tool-call", ["even2/0", "g/3"]),
+        ("truncated", ["g/3"]),
+        ("not-trained", []),
+        ("gap", ["g/0"]),
+        ("gap?above=0.9", []),
+    ],
+)
+def test_a_saved_filter_selects(read: Read, name: str, episodes: list[str]) -> None:
+    page = read(f"{STEP}/only/{name}")
+    assert re.findall(r'<a class="item"[^>]*>([^<]+)</a>', page) == episodes
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/runs/nothing", "/runs/..%2Fjob-1", "/runs/job-1/train/9", f"{STEP}/only/reward%20%3C%200",
+        f"{STEP}/only/gap?above=nan", f"{STEP}/only/gap?above=1;drop", f"{STEP}/episode/{'0' * 16}",
+        f"{page_of('g/0')}/tokens?row=7", f"{page_of('g/0')}/tokens?from=-1", "/page.py", "/../job.json",
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_a_page_that_says_so(browser: TestClient, address: str) -> None:
+    answer = browser.get(address)
+    assert (answer.status_code, "There is no such page." in answer.text) == (404, True)
+
+
+def test_tokens_are_shown_with_what_training_computed(read: Read) -> None:
+    page = read(f"{page_of('g/0')}/tokens")
+    sampled = re.findall(r'<tr class="sampled">(.*?)</tr>', page, re.DOTALL)
+    assert sampled
+    assert all("<td>-0.75</td>" in row and "<td>0.5</td>" in row for row in sampled)
+    assert "Tokens are shown without text" in page
+    assert "learner" not in read(f"{page_of('g/3')}/tokens").split("<tbody>")[1]
+
+
+def test_a_run_shows_its_curves_and_what_is_held_out(read: Read) -> None:
+    page = read("/runs/job-1")
+    assert "step 1: 0.5" in page
+    assert "step 2: infrastructure 1" in page
+    assert 'href="/runs/job-1/eval/0"' in page
+    assert "e/0" in read("/runs/job-1/eval/0")
+
+
+def test_a_run_without_episodes_says_so(read: Read) -> None:
+    assert "empty-1" in read("/")
+    assert "No episode is stored yet." in read("/runs/empty-1")
+
+
+def test_a_damaged_step_is_a_point_with_its_problem_and_hides_nothing(
+    read: Read, runs: Path, browser: TestClient
+) -> None:
+    (runs / "job-1" / "episodes" / "train" / "step=000001.parquet").write_bytes(b"PAR1")
+    assert "is damaged" in read("/runs/job-1")
+    assert "step 2: tool 1" in read("/runs/job-1")
+    answer = browser.get("/runs/job-1/train/1")
+    assert (answer.status_code, "is damaged" in answer.text) == (500, True)
+    (runs / "empty-1" / "run.json").write_text("[")
+    assert "is damaged" in read("/")
+
+
+def test_a_page_shows_the_next_step_of_a_running_run(read: Read, runs: Path) -> None:
+    files = runs / "job-1" / "episodes" / "train"
+    assert 'href="/runs/job-1/train/3"' not in read("/runs/job-1")
+    (files / "step=000003.parquet").write_bytes((files / "step=000002.parquet").read_bytes())
+    assert 'href="/runs/job-1/train/3"' in read("/runs/job-1")
+
+
+def test_an_address_is_shown_without_the_runs_folder(runs: Path) -> None:
+    library = SingleRun("job-1", find_place(runs, (runs / "job-1").as_uri()))
+    assert export_pages(library, runs.parent / "out") > 5
+
+
+def test_exported_pages_link_to_each_other_and_write_nothing(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    count = export_pages(RunsFolder(runs), folder)
+    pages = list(folder.rglob("*.html"))
+    assert len(pages) == count
+    for page in pages:
+        text = page.read_text()
+        for target in re.findall(r'(?:href|src)="([^"#]+)"', text):
+            assert (page.parent / target).resolve().is_file(), (page, target)
+            assert (page.parent / target).resolve().is_relative_to(folder)
+        assert "<form" not in text
+    assert "a tool failed" in (folder / file_of(page_of("g/1"))).read_text()
+    with pytest.raises(UserInputError, match="is not empty"):
+        export_pages(RunsFolder(runs), folder)

@@ -18,6 +18,7 @@ LARGEST_MIB = 200
 """The chart gives the operator 512 MiB."""
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(240)
 async def test_a_thousand_random_jobs_keep_the_operator_below_200_mib() -> None:
     seed = random.randrange(2**32)

@@ -10,7 +10,7 @@ import yaml
 from kestrl._app.local.rundir import RunDir
 from kestrl.episode import Purpose, StopReason
 from kestrl.storage import open_store
-from kestrl.storage.episodes import ObjectEpisodeStore
+from kestrl.storage.episodes import GroupOutcome, ObjectEpisodeStore
 
 from .runs import belonging_to, kestrl, summary_of
 
@@ -68,8 +68,9 @@ def test_a_bare_client_is_trained(tmp_path: Path) -> None:
     episodes = [
         episode
         for step in stored.steps(Purpose.TRAIN)
-        for group in stored.read(Purpose.TRAIN, step).groups
-        for episode in group.episodes
+        for each in stored.read(Purpose.TRAIN, step).stored
+        if each.outcome is GroupOutcome.TRAINED
+        for episode in each.group.episodes
     ]
     assert len(episodes) == 10 * 40
     assert "repeat-lamp" not in {episode.scenario_id for episode in episodes}

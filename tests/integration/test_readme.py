@@ -144,6 +144,8 @@ def looks_at_the_run(person: Person) -> None:
     shown = person.types(f"kestrl episodes show {first}")
     assert "reward" in shown
     assert "mask 1  logprob" in person.types(f"kestrl episodes show {first} --tokens")
+    person.types("kestrl ui --export page")
+    assert "count-stock-1" in (person.clone / "page" / "index.html").read_text()
 
 
 def fine_tunes(person: Person) -> None:

@@ -117,7 +117,7 @@ def test_the_base_model_is_untouched(finished: tuple[RunDir, str], base_before: 
 
 def test_both_engines_sampled_and_every_token_names_its_policy(finished: tuple[RunDir, str]) -> None:
     run, _ = finished
-    listed = kestrl("episodes", "list", run.id, "--runs", run.path.parent, "--step", "1").splitlines()
+    listed = kestrl("episodes", "list", run.id, "--runs", run.path.parent, "--step", "2").splitlines()
     assert len(listed) == 8
     shown = [
         kestrl("episodes", "show", line.split()[0], "--run", run.id, "--runs", run.path.parent, "--tokens")
@@ -127,9 +127,11 @@ def test_both_engines_sampled_and_every_token_names_its_policy(finished: tuple[R
         "engine-0",
         "engine-1",
     }
-    policies = {line.split()[-1] for text in shown for line in text.splitlines() if "mask 1" in line}
+    sampled = [line for text in shown for line in text.splitlines() if "mask 1" in line]
+    policies = {word for line in sampled for word in line.split() if word.startswith("email-search.")}
     assert len(policies) == 1
     assert policies.pop().startswith("email-search.1.")
+    assert all(any(policy.startswith("email-search.1.") for policy in line.split()) for line in sampled)
 
 
 def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path: Path) -> None:

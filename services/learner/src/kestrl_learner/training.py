@@ -353,7 +353,8 @@ class Training:
         settings, store = self._settings, self._resources.store
         if settings.keep_adapters:
             delete_adapters(store, keep=settings.keep_adapters, names=names, steps=checkpoint.steps(store))
-        delete_episodes(self._resources.episodes, keep=settings.keep_episodes)
+        if settings.keep_episodes:
+            delete_episodes(self._resources.episodes, keep=settings.keep_episodes)
 
     async def _save(self) -> None:
         """Writes a checkpoint. One that cannot be read back is logged and does not end the run: earlier ones are

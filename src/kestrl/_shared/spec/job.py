@@ -149,8 +149,9 @@ class Schedule(Model):
     keep_adapters: PositiveInt | None = None
     """Number of newest versions kept in storage, in addition to those in use by an engine or a checkpoint. Default:
     all."""
-    keep_episodes: PositiveInt = 1000
-    """Number of newest steps whose training episodes are kept in storage. Those of evaluations are all kept."""
+    keep_episodes: PositiveInt | None = 1000
+    """Number of newest steps whose training episodes are kept in storage; null keeps all. Those of evaluations are all
+    kept."""
 
 
 class Deadlines(Model):

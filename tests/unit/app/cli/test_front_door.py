@@ -187,8 +187,10 @@ def test_status_shows_which_builds_answered_and_what_named_their_policies(folder
     builds = (EngineBuild(engine="vllm", version="0.32.0", witness="engine"),)
     record = RunnerRecordFile(run.path / "run.json", RunnerRecord())
     record.update(state=RunState())
+    record.flush()
     assert "what named" not in kestrl(folder, "status").stdout
     record.update(state=RunState(engines=EngineFleet(builds=builds)))
+    record.flush()
     assert "engines, and what named their policies: vllm 0.32.0 (engine)" in kestrl(folder, "status").stdout
 
 

@@ -439,3 +439,8 @@ def test_built_in_rewards_with_settings_take_a_config() -> None:
     assert parse_job(document).spec.rewards[0].config == rewards[0]["config"]
     rewards.append({"rule": "math_answer", "config": {"x": 1}})
     assert refused(document=document) == ["spec.rewards[1].config: math_answer takes no config; remove it"]
+
+
+def test_the_manifest_of_a_run_that_kept_all_episodes_is_still_read() -> None:
+    """As version 0.1 wrote its default."""
+    assert parse_job(with_overrides(MANIFEST, ["schedule.keepEpisodes=null"])).spec.schedule.keep_episodes is None

@@ -103,7 +103,7 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """Seconds in which the program must end once it is asked to."""
     keep_checkpoints: int
     keep_adapters: int | None = None
-    keep_episodes: int = 1000
+    keep_episodes: int | None = 1000
     temperature: float
     max_tokens: int
     max_turns: int

@@ -26,6 +26,23 @@ def json_object(answer: bytes) -> Mapping[str, Any]:
     return document
 
 
+def listed_adapters(answer: bytes, base: str) -> dict[str, str]:
+    """Folders of the adapters that OpenAI's route `/v1/models` lists, by name.
+
+    Args:
+        answer: The body.
+        base: Name of the base model, which is left out.
+
+    Raises:
+        ValueError: It has an unknown form.
+    """
+    models = json_object(answer)
+    try:
+        return {str(model["id"]): str(model["root"]) for model in models["data"] if model["id"] != base}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"/v1/models has an unknown form: {error!r}") from error
+
+
 def metric_sums(page: str, names: Collection[str]) -> dict[str, float]:
     """Metrics of a Prometheus page by name, summed over labels."""
     sums: dict[str, float] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness
-from kestrl.engines.answers import json_object, metric_sums
+from kestrl.engines.answers import json_object, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
 from kestrl.episode import BASE_MODEL_NAME
@@ -157,11 +157,7 @@ class Sglang:
         return False
 
     def read_adapters(self, answer: bytes, base: str) -> dict[str, str]:
-        models: Any = json_object(answer)
-        try:
-            return {str(model["id"]): str(model["root"]) for model in models["data"] if model["id"] != base}
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"/v1/models has an unknown form: {error!r}") from error
+        return listed_adapters(answer, base)
 
     def read_version(self, answer: bytes) -> str:
         version = json_object(answer).get("version")

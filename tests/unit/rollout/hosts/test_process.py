@@ -76,6 +76,7 @@ class Own(GraphRecursionError):
 def agent(row, base_url, key, deadline):
     if row["id"] != "s-early":
         chat(base_url, key, row["messages"])
+    import threading
     {raises}
 """
 
@@ -89,6 +90,7 @@ def agent(row, base_url, key, deadline):
         ("return {'score': 1}", "agent_result_invalid", "'score' is none of"),
         ("return float('inf')", "loop_reward_invalid", "inf"),
         ("os.kill(os.getpid(), 9)", "agent_process_ended", "ended with status 137"),
+        ("os.write(int(sys.argv[1]), b'[]\\n'); threading.Event().wait()", "agent_process_ended", "ended with status"),
     ],
 )
 async def test_what_a_function_does_wrong_is_its_failure(

@@ -212,8 +212,10 @@ class _Process:
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
-        """Hands out answers until the process has ended."""
-        with suppress(ConnectionError, ValueError):  # a line that is too long
+        """Hands out answers until the process has ended, or has sent what is no message: the agent's code shares its
+        connection, and episodes would wait for answers of a process that is understood no more.
+        """
+        with suppress(ConnectionError, ValueError, TypeError, AttributeError, KeyError):
             while line := await self._reader.readline():
                 self._take(json.loads(line))
         self.ended = True

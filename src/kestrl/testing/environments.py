@@ -94,8 +94,8 @@ async def _check_gold(make: Callable[[], Any], row: Mapping[str, Any], nothing: 
     if gold is None:
         return
     solution = gold if is_list(gold) else [gold]
-    shown = [text for text in solution if isinstance(text, str) and len(text) > 2 and text in prompt]
-    assert not shown, f"the solution stands in what reset() shows, for the row {row}"
+    leaked = [text for text in solution if isinstance(text, str) and len(text) > 2 and text in prompt]
+    assert not leaked, f"the solution stands in what reset() shows, for the row {row}"
     earned = await _play(make(), row, solution)
     assert earned.total > nothing.total, (
         f"the solution earns {earned.total:g} and doing nothing {nothing.total:g}, for the row {row}"
@@ -137,9 +137,9 @@ async def _taken(adapter: Any, turn: Turn) -> Any:
 
 
 async def _begun(adapter: Any, row: Mapping[str, Any]) -> str:
-    shown = await _called(adapter, "reset", dict(row), required=False)
-    assert shown is None or isinstance(shown, str), f"reset() returned a {type(shown).__name__}, not text or None"
-    return shown or ""
+    opening = await _called(adapter, "reset", dict(row), required=False)
+    assert opening is None or isinstance(opening, str), f"reset() returned a {type(opening).__name__}, not text or None"
+    return opening or ""
 
 
 async def _rewards(adapter: Any) -> dict[str, float]:

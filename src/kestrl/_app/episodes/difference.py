@@ -66,5 +66,5 @@ def _message(message: Mapping[str, Any]) -> str:
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     calls = message.get("tool_calls")
     text += f" {json.dumps(calls, ensure_ascii=False)}" if calls else ""
-    shown = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
-    return f"{message.get('role', '?')}: {shown.strip()}"
+    excerpt = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+    return f"{message.get('role', '?')}: {excerpt.strip()}"

@@ -38,16 +38,16 @@ def make_environment(
     Raises:
         UserInputError: It cannot be made, or something else is at its path.
     """
-    made = Path(tempfile.mkdtemp(prefix=f".making-{path.name}-", dir=path.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".making-{path.name}-", dir=path.parent))
     try:
-        environment = made / "environment"
+        environment = unfinished / "environment"
         venv = ("venv", "--relocatable", "--no-project", "--python", python, environment)
-        run_uv(*venv, folder=made, purpose=purpose, keep_open=(handle,))
+        run_uv(*venv, folder=unfinished, purpose=purpose, keep_open=(handle,))
         (environment / REQUIREMENTS).write_text(requirements, encoding="utf-8")
         install = ("pip", "install", "--python", environment / "bin" / "python", "--compile-bytecode")
         options = ("--no-deps", "--require-hashes") if exact else ()
         listed = ("--requirements", environment / REQUIREMENTS)
-        run_uv(*install, *options, *listed, folder=made, purpose=purpose, keep_open=(handle,))
+        run_uv(*install, *options, *listed, folder=unfinished, purpose=purpose, keep_open=(handle,))
         (environment / record[0]).write_text(record[1], encoding="utf-8")
         try:
             environment.rename(path)
@@ -56,4 +56,4 @@ def make_environment(
                 raise
             raise UserInputError(f"{path} is there and is none of ours; move it away") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)

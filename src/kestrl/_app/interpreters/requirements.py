@@ -58,18 +58,18 @@ def environment_python(
     path = folder / name
     if (path / RECORD).is_file():
         return path / "bin" / "python"
-    shown = _shown(requirements)
-    with locked(folder, name, lambda: say(f"waiting for another process that installs {shown}")) as handle:
+    shortened = _shown(requirements)
+    with locked(folder, name, lambda: say(f"waiting for another process that installs {shortened}")) as handle:
         if not (path / RECORD).is_file():
             remove_unfinished(folder, name)
-            say(f"installing {shown} in {path}")
+            say(f"installing {shortened} in {path}")
             make_environment(
                 path,
                 python=python or sys.executable,
                 requirements="".join(f"{each}\n" for each in requirements),
                 exact=False,
                 record=(RECORD, record),
-                purpose=f"{field}: {shown} cannot be installed",
+                purpose=f"{field}: {shortened} cannot be installed",
                 handle=handle,
             )
     return path / "bin" / "python"

@@ -62,9 +62,9 @@ def earlier_attempt(store: ObjectStore, stored: StoredEpisode) -> StoredEpisode 
     """The best attempt at the same scenario in the nearest earlier step that has one."""
     steps = [step for step in ObjectEpisodeStore(store).steps(stored.purpose) if step < stored.step]
     for step in islice(reversed(steps), LOOKED_BACK):
-        found = _read(store, Batch(stored.purpose, step), EpisodeFilter(scenario=stored.episode.scenario_id))
-        if found is not None:
-            return found
+        attempt = _read(store, Batch(stored.purpose, step), EpisodeFilter(scenario=stored.episode.scenario_id))
+        if attempt is not None:
+            return attempt
     return None
 
 
@@ -113,13 +113,13 @@ def token_facts(place: EpisodePlace, named: EpisodeAddress, row: int, begin: int
         return None
     rows = row_tokens(stored.episode, stored.stored.tokens.get(stored.episode.id))
     every = rows[row] if rows else ()
-    shown = every[begin : begin + SHOWN_TOKENS]
-    texts, problem = _texts(place, shown)
+    tokens_of_page = every[begin : begin + SHOWN_TOKENS]
+    texts, problem = _texts(place, tokens_of_page)
     return {
         "episode": stored.episode,
         "row": row,
         "rows": len(rows),
-        "tokens": list(zip(shown, texts, strict=True)),
+        "tokens": list(zip(tokens_of_page, texts, strict=True)),
         "total": len(every),
         "begin": begin,
         "further": begin + SHOWN_TOKENS if begin + SHOWN_TOKENS < len(every) else None,

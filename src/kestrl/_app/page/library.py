@@ -114,22 +114,22 @@ def _facts_of_run(name: str, run: RunDir) -> RunFacts:
 
 
 def _facts(name: str, summary: RunSummary | None, last: RunState | None, *, state: str, live: bool) -> RunFacts:
-    known = last or (None if summary is None else summary.state)
-    if known is None:
+    run_state = last or (None if summary is None else summary.state)
+    if run_state is None:
         reason = "" if summary is None else summary.reason
         means = "" if summary is None else means_line(summary.after or summary.before or {})
         return RunFacts(name=name, state=state, live=live, means=means, problem=reason)
-    failure = known.activity.failure
+    failure, fleet = run_state.activity.failure, run_state.engines
     reason = ("" if summary is None else summary.reason) or ("" if failure is None else str(failure))
     return RunFacts(
         name=name,
         state=state,
         live=live,
-        step=step_words(known),
-        means=means_line(known.means),
-        policy=f"{policy_words(known)}, verified by {known.engines.verified} of {known.engines.total} engines",
-        engines=builds_words(known),
-        failures=failure_counts(known.history.failures),
-        warnings=warnings(known),
+        step=step_words(run_state),
+        means=means_line(run_state.means),
+        policy=f"{policy_words(run_state)}, verified by {fleet.verified} of {fleet.total} engines",
+        engines=builds_words(run_state),
+        failures=failure_counts(run_state.history.failures),
+        warnings=warnings(run_state),
         problem=reason,
     )

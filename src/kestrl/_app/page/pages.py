@@ -98,39 +98,39 @@ class Pages:
         place, name = self._place(parts), unquote(parts["run"])
         until = None if parts["until"] is None else int(parts["until"])
         facts = self._library.facts(name)
-        shown = run_facts(place.store, self._points, until)
-        return render("run.html", manner=manner, run=facts, live=facts.live and until is None, **shown)
+        page_facts = run_facts(place.store, self._points, until)
+        return render("run.html", manner=manner, run=facts, live=facts.live and until is None, **page_facts)
 
     def _step(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         del query
         place, name, batch = self._place(parts), unquote(parts["run"]), _batch(parts)
-        shown = step_facts(place.store, batch, int(parts["begin"] or 0))
-        if shown is None:
+        page_facts = step_facts(place.store, batch, int(parts["begin"] or 0))
+        if page_facts is None:
             raise PageNotFound
-        return render("step.html", manner=manner, name=name, batch=batch, live=place.live, **shown)
+        return render("step.html", manner=manner, name=name, batch=batch, live=place.live, **page_facts)
 
     def _filtered(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         place, name, batch = self._place(parts), unquote(parts["run"]), _batch(parts)
-        shown = filtered_facts(place.store, batch, parts["filter"], query.get("above"))
-        if shown is None:
+        page_facts = filtered_facts(place.store, batch, parts["filter"], query.get("above"))
+        if page_facts is None:
             raise PageNotFound
-        return render("filtered.html", manner=manner, name=name, batch=batch, live=False, **shown)
+        return render("filtered.html", manner=manner, name=name, batch=batch, live=False, **page_facts)
 
     def _episode(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         del query
         place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        shown = episode_facts(place.store, named, earlier=parts["earlier"] is not None)
-        if shown is None:
+        page_facts = episode_facts(place.store, named, earlier=parts["earlier"] is not None)
+        if page_facts is None:
             raise PageNotFound
         labels = self._labels and not manner.static
-        return render("episode.html", manner=manner, named=named, may_label=labels, live=False, **shown)
+        return render("episode.html", manner=manner, named=named, may_label=labels, live=False, **page_facts)
 
     def _tokens(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        shown = token_facts(place, named, _whole(query.get("row")), _whole(query.get("from")))
-        if shown is None or manner.static:
+        page_facts = token_facts(place, named, _whole(query.get("row")), _whole(query.get("from")))
+        if page_facts is None or manner.static:
             raise PageNotFound
-        return render("tokens.html", manner=manner, named=named, live=False, **shown)
+        return render("tokens.html", manner=manner, named=named, live=False, **page_facts)
 
 
 def _batch(parts: re.Match[str]) -> Batch:

@@ -26,12 +26,12 @@ def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str
     """
     stored = ObjectEpisodeStore(store)
     steps = [step for step in stored.steps(Purpose.TRAIN) if until is None or step <= until]
-    shown = steps[-SHOWN_STEPS:]
+    newest_steps = steps[-SHOWN_STEPS:]
     held_out = stored.steps(Purpose.EVALUATION)
-    if shown:
-        first = 0 if len(steps) == len(shown) else shown[0]
-        held_out = [step for step in held_out if first <= step <= shown[-1]]
-    trained = points.of(store, [Batch(Purpose.TRAIN, step) for step in shown])
+    if newest_steps:
+        first = 0 if len(steps) == len(newest_steps) else newest_steps[0]
+        held_out = [step for step in held_out if first <= step <= newest_steps[-1]]
+    trained = points.of(store, [Batch(Purpose.TRAIN, step) for step in newest_steps])
     evaluated = points.of(store, [Batch(Purpose.EVALUATION, step) for step in held_out[-SHOWN_STEPS:]])
     every = [point.batch.step for point in (*trained, *evaluated)] or [0]
     span = (min(every), max(every))
@@ -42,7 +42,7 @@ def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str
         "failures": bars({point.batch.step: point.failures for point in trained}, span),
         "trained": trained[::-1],
         "evaluated": evaluated[::-1],
-        "earlier": shown[0] - 1 if len(steps) > len(shown) else None,
+        "earlier": newest_steps[0] - 1 if len(steps) > len(newest_steps) else None,
         "until": until,
     }
 

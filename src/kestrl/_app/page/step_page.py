@@ -92,14 +92,14 @@ def strips(rows: Sequence[Row]) -> Sequence[GroupStrip]:
 def _strip(rows: Sequence[Row], span: tuple[float, float]) -> GroupStrip:
     first, episodes = rows[0], [row for row in rows if row["episode"] is not None]
     rewards = [row["reward"] for row in episodes if row["reward"] is not None]
-    whole = not episodes and first["failure_boundary"] is not None
+    failed_as_group = not episodes and first["failure_boundary"] is not None
     return GroupStrip(
         group=first["group"],
         scenario=first["scenario"],
         outcome=first["outcome"],
         reason=first["reason"],
         rows=episodes,
-        failure=f"{first['failure_boundary']}/{first['failure_code']}" if whole else "",
+        failure=f"{first['failure_boundary']}/{first['failure_code']}" if failed_as_group else "",
         spread=max(rewards, default=0.0) - min(rewards, default=0.0),
         failed=sum(row["failure_boundary"] is not None for row in rows),
         dots=strip([row["reward"] for row in episodes], *span),

@@ -71,8 +71,8 @@ class Points:
         try:
             key = (store.uri, batch, _size(store, batch))
             with self._lock:
-                known = self._points.get(key)
-            return known or self._keep(key, point_of(batch, batch_table(store, batch, POINT_COLUMNS).to_pydict()))
+                cached = self._points.get(key)
+            return cached or self._keep(key, point_of(batch, batch_table(store, batch, POINT_COLUMNS).to_pydict()))
         except (StorageError, UserInputError) as error:
             return StepPoint(batch=batch, reward=None, episodes=0, failures={}, problem=str(error))
 

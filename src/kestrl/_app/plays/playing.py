@@ -59,11 +59,11 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int) -> Verd
     check = PlayedCheck(judge=judge, data=data, max_turns=spec.agent.max_turns, rows=tuple(played))
     seconds = START_SECONDS + rows * PLAYS * sum(reward.timeout for reward in spec.rewards)
     scores = _facts(ask("kestrl_judge.plays", check, subject="spec.rewards", seconds=seconds))
-    found = verdict(played, scores["rows"]) if scores["rules"] else Verdict()
+    plays_verdict = verdict(played, scores["rows"]) if scores["rules"] else Verdict()
     if scores["left_out"]:
         names = ", ".join(scores["left_out"])
-        found.warnings.append(f"spec.rewards: {names} ask a judge model and were left out")
-    return found
+        plays_verdict.warnings.append(f"spec.rewards: {names} ask a judge model and were left out")
+    return plays_verdict
 
 
 def _facts(report: Report) -> dict[str, Any]:

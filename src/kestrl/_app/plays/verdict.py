@@ -33,11 +33,11 @@ class Verdict:
     @property
     def summary(self) -> str:
         """The rewards of each kind, for a person."""
-        shown = (
+        earnings = (
             (WORDS[name], f"{low:g}" if low == high else f"{low:g} to {high:g}")
             for name, (low, high) in self.ranges.items()
         )
-        return ", ".join(f"{word} earns {earned}" for word, earned in shown)
+        return ", ".join(f"{word} earns {earned}" for word, earned in earnings)
 
 
 def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, Sequence[float | str]]]) -> Verdict:
@@ -47,7 +47,7 @@ def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, S
         played: What was played of each row: its place, its plays by kind, its solution, and whether episodes are apart.
         scored: The reward of each play, or why it has none, by kind and row.
     """
-    found = Verdict()
+    judgement = Verdict()
     places = [str(row["place"]) for row in played]
     rewards = [{name: _numbers(each) for name, each in row.items()} for row in scored]
     failed: dict[str, list[str]] = {}
@@ -55,18 +55,18 @@ def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, S
         for name, several in row.items():
             for reason in dict.fromkeys(each for each in several if isinstance(each, str)):
                 failed.setdefault(f"{WORDS[name]} has no reward: {reason}", []).append(place)
-    found.problems += _named(failed)
+    judgement.problems += _named(failed)
     for name in WORDS:
         earned = [each for row in rewards for each in row.get(name, ())]
         if earned:
-            found.ranges[name] = (min(earned), max(earned))
-    found.problems += _named(_differing(played, rewards))
-    found.problems += _order(places, rewards)
-    found.problems += _constant(found.ranges)
-    found.warnings += _named(_leaks(played))
-    if not failed and SOLUTION not in found.ranges:
-        found.warnings.append("no row has a solution, so that only doing nothing and a wrong answer were played")
-    return found
+            judgement.ranges[name] = (min(earned), max(earned))
+    judgement.problems += _named(_differing(played, rewards))
+    judgement.problems += _order(places, rewards)
+    judgement.problems += _constant(judgement.ranges)
+    judgement.warnings += _named(_leaks(played))
+    if not failed and SOLUTION not in judgement.ranges:
+        judgement.warnings.append("no row has a solution, so that only doing nothing and a wrong answer were played")
+    return judgement
 
 
 def _numbers(several: Sequence[float | str]) -> list[float]:
@@ -122,8 +122,8 @@ def _leaks(played: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     for row in played:
         texts = [each.strip() for each in row["solution"] or () if isinstance(each, str)]
         prompts = [play["prompt"] for play in row["plays"][NOTHING] if "failure" not in play]
-        shown = str(row.get("prompt", "")) + "".join(prompts[:1])
-        if any(len(text) >= SHORTEST_SOLUTION and text in shown for text in texts):
+        prompt_text = str(row.get("prompt", "")) + "".join(prompts[:1])
+        if any(len(text) >= SHORTEST_SOLUTION and text in prompt_text for text in texts):
             found.setdefault("the solution stands in the prompt", []).append(str(row["place"]))
     return found
 

@@ -225,8 +225,8 @@ def _offsets(counts: Sequence[int | None]) -> Any:
 def _lists(values: Sequence[array[Any] | bytes | None], kind: Any) -> Any:
     """A column of lists of numbers, joined as bytes."""
     pa = arrow()
-    whole = b"".join(memoryview(each).cast("B") for each in values if each is not None)
+    content = b"".join(memoryview(each).cast("B") for each in values if each is not None)
     size = kind.bit_width // 8
-    numbers = pa.Array.from_buffers(kind, len(whole) // size, [None, pa.py_buffer(whole)])
+    numbers = pa.Array.from_buffers(kind, len(content) // size, [None, pa.py_buffer(content)])
     offsets = _offsets([None if each is None else len(each) for each in values])
     return pa.ListArray.from_arrays(offsets, numbers)

@@ -29,14 +29,14 @@ def distributions(engine: str) -> dict[str, str]:
 
 def installed(engine: str) -> str:
     """Version of the engine in this interpreter, or the end of this process if it has none."""
-    known = distributions(engine)
-    if not known:
+    packages = distributions(engine)
+    if not packages:
         failure.refuse(f"spec.inference.python: {sys.executable} has no {engine}; install it there, or name another")
-    return next(iter(known.values()))
+    return next(iter(packages.values()))
 
 
 def main(engine: str) -> None:
     """Prints the description of an engine."""
-    known = distributions(engine)
-    doubts = doubt(engine, next(iter(known.values()))) if known else ""
-    sys.stdout.write(MARK + json.dumps({"distributions": known, "doubt": doubts}) + "\n")
+    packages = distributions(engine)
+    doubts = doubt(engine, next(iter(packages.values()))) if packages else ""
+    sys.stdout.write(MARK + json.dumps({"distributions": packages, "doubt": doubts}) + "\n")

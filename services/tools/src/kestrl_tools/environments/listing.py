@@ -19,9 +19,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out
-    wanted = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        listed = list(rows(wanted["generator"], wanted["settings"], seed=wanted["seed"], size=wanted["size"]))
+        listed = list(rows(request["generator"], request["settings"], seed=request["seed"], size=request["size"]))
     except (ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - read by the command
         return 2

@@ -94,8 +94,8 @@ class OpenEnv:
             self._socket = self._open.enter_context(connecting)
         except (OSError, WebSocketException) as error:
             raise _lost(f"{address} cannot be reached: {error}") from error
-        shown = _shown(self._asked("reset", dict(reset or {}))["observation"])
-        return shown if prompt is not None else "\n\n".join(filter(None, (shown, self._form())))
+        opening = _shown(self._asked("reset", dict(reset or {}))["observation"])
+        return opening if prompt is not None else "\n\n".join(filter(None, (opening, self._form())))
 
     def act(self, text: str) -> ToolResult:
         """Takes a turn of the model as the action."""

@@ -58,6 +58,10 @@ COMMANDS = {
         "evaluations",
         "Evaluate policies of a run on the validation data, greedily or by several samples, side by side.",
     ),
+    "compare": Listed(
+        "compare",
+        "Compare two stored evaluations: means, a paired test over the questions, and the questions that flipped.",
+    ),
     "bench": Listed(
         "evaluations",
         "Compare policies of a run with models behind an OpenAI-compatible endpoint, on a manifest's validation data.",

@@ -25,6 +25,7 @@ EnginePython = Annotated[
 RunId = Annotated[str | None, typer.Argument(help="Run id (default: the latest run).", show_default=False)]
 Details = Annotated[bool, typer.Option("--details", help="Also print every question and what each candidate did.")]
 Sequential = Annotated[bool, typer.Option("--sequential", help="Run one episode at a time.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Debug level in the logs of all components.")]
 DEFAULT_RUNS = Path("runs")
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
 from kestrl._app.cli.sft import fine_tuned
+from kestrl._app.comparison.differing import differing_fields
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
@@ -131,15 +132,7 @@ def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool) -> RunDi
 
 def _warn_of_differences(job: AgentRLJob, run: RunDir) -> None:
     """Warns where a run was not made of the threshold's job: its number would mean something else."""
-    mine, other = job.spec, run.job().spec
-    parts = {
-        "model.base": (mine.model.base, other.model.base),
-        "data.validation": (mine.data.validation, other.data.validation),
-        "agent": (mine.agent, other.agent),
-        "tools": (mine.tools, other.tools),
-        "rewards": (mine.rewards, other.rewards),
-    }
-    differing = ", ".join(f"spec.{name}" for name, (one, two) in parts.items() if one != two)
+    differing = ", ".join(differing_fields(job, run.job()))
     if differing:
         console.print(
             f"warning: {run.id} differs from the threshold's job in {differing}", markup=False, soft_wrap=True

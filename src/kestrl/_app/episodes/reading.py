@@ -31,9 +31,9 @@ def stored_episodes(store: ObjectStore, chosen: EpisodeFilter) -> Iterator[Store
         raise UserInputError(str(error)) if error.code == DAMAGED else error from error
 
 
-def evaluated_groups(store: ObjectStore) -> Sequence[Group]:
-    """The groups of a run's evaluations. Raises as `stored_episodes` does."""
-    stored = stored_episodes(store, EpisodeFilter(purpose=Purpose.EVALUATION))
+def evaluated_groups(store: ObjectStore, step: int | None = None) -> Sequence[Group]:
+    """The groups of a run's evaluations, or of one. Raises as `stored_episodes` does."""
+    stored = stored_episodes(store, EpisodeFilter(purpose=Purpose.EVALUATION, step=step))
     return list({each.group.id: each.group for each in stored}.values())
 
 

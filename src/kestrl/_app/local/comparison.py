@@ -42,7 +42,8 @@ class Evaluation:
     means: Mapping[str, float]
     groups: Sequence[Group]
     """The episodes of each question; empty if they are not needed."""
-    folder: Path
+    folder: Path | str
+    """Where its episodes are stored: a folder, or an address."""
     sampling: EvaluationSampling = GREEDY
     """How its episodes were sampled."""
     seed: int | None = None

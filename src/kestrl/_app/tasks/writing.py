@@ -29,6 +29,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise UserInputError(f"--out: {path} cannot be written: {error.strerror or error}") from error
 
 

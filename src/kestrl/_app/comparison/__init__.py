@@ -1,0 +1,1 @@
+"""Stored evaluations of two policies, compared question by question."""

@@ -1,0 +1,21 @@
+"""Fields in which two jobs score or play episodes differently. Pure."""
+
+from __future__ import annotations
+
+from kestrl._shared.spec import AgentRLJob
+
+
+def differing_fields(one: AgentRLJob, other: AgentRLJob) -> list[str]:
+    """The fields by which the same number means something else in two jobs: model, validation data, agent, tools and
+    rewards.
+    """
+    mine, others = one.spec, other.spec
+    parts = {
+        "model.base": (mine.model.base, others.model.base),
+        "data.validation": (mine.data.validation, others.data.validation),
+        "agent": (mine.agent, others.agent),
+        "tools": (mine.tools, others.tools),
+        "environment": (mine.environment, others.environment),
+        "rewards": (mine.rewards, others.rewards),
+    }
+    return [f"spec.{name}" for name, (left, right) in parts.items() if left != right]

@@ -34,7 +34,6 @@ WIDE: Mapping[str, int] = {
     "kestrl_operator.controllers.reconcile": 24,
     "kestrl._app.local.runner": 23,
     "kestrl_learner.training": 23,
-    "kestrl_learner.sft.training": 21,
 }
 """Modules that import more, and how many they may: numbers that only fall."""
 

@@ -122,6 +122,11 @@ def test_the_command_resumes_and_its_model_is_a_base(tmp_path: Path) -> None:
     assert losses[2] < losses[0], losses
     assert summary["policy"]["uri"] == json.loads(address)
 
+    published = runs / "warm-up-sft" / "store" / "summary.json"
+    before = published.stat().st_mtime_ns
+    assert fine_tuned(path, ("training.maxSteps=4",), runs) == override, "it has finished: what is there is named"
+    assert published.stat().st_mtime_ns == before
+
     # By the command, too: with other threads than its program has, a processor may round otherwise.
     fine_tuned(path, ("training.maxSteps=4",), tmp_path / "straight")
     straight = json.loads((tmp_path / "straight" / "warm-up-sft" / "store" / "summary.json").read_text())

@@ -75,14 +75,14 @@ def manifest(folder: Path, *, name: str = "warm-up", **training: Any) -> Path:
 
 def settings_of(tmp_path: Path, **training: Any) -> SFTSettings:
     """The settings that the command writes, without running the program."""
-    from kestrl._app.cli.sft import located
+    from kestrl._app.checks.sft import located
     from kestrl._shared.spec.sft import read_sft_job
 
     return located(read_sft_job(manifest(tmp_path, **training)), base=tmp_path, folder=tmp_path / "run")
 
 
 def test_storage_is_waited_for_as_long_as_the_manifest_says(tmp_path: Path) -> None:
-    from kestrl._app.cli.sft import located
+    from kestrl._app.checks.sft import located
     from kestrl._shared.spec.sft import read_sft_job
 
     path = manifest(tmp_path)

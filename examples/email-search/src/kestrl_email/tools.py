@@ -30,6 +30,12 @@ def _open(database: str) -> sqlite3.Connection:
     return connection
 
 
+def _check_row(*, database: str, inbox: str) -> None:
+    """Refuses a row whose database is gone; an inbox without mail is legal."""
+    if not Path(database).is_file():
+        raise ValueError(f"the database {database} does not exist; generate the rows again (inbox {inbox})")
+
+
 def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -68,6 +74,8 @@ def phrase(keyword: str) -> str:
 
 class SearchEmails:
     """Search the mailbox."""
+
+    check_row = staticmethod(_check_row)
 
     def __init__(self, *, database: str, inbox: str) -> None:
         self._connection = _open(database)
@@ -126,6 +134,8 @@ class SearchEmails:
 
 class ReadEmail:
     """Read one mail."""
+
+    check_row = staticmethod(_check_row)
 
     def __init__(self, *, database: str, inbox: str) -> None:
         self._connection = _open(database)

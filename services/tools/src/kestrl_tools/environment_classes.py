@@ -18,6 +18,8 @@ ADAPTER_HOOKS = (ACT, "gold")
 """Further ones of the class of a job's environment, if it is an adapter."""
 SERVICE_HOOKS = ("start_service", "stop_service")
 """Class methods that are called once, when the service starts and when it ends."""
+ROW_HOOK = "check_row"
+"""Static or class method that `kestrl validate` calls with a row's `create_kwargs`."""
 MAX_PROMPT = 1_000_000
 """Maximum characters that `reset` adds to a prompt, as of an observation."""
 METHOD_KINDS = (FunctionType, staticmethod, classmethod)
@@ -64,9 +66,9 @@ def tool_methods(cls: type, entry: ToolEntry) -> Sequence[str]:
     if entry.methods is None:
         return public_methods(cls)
     for name in entry.methods:
-        if name in (*HOOKS, *SERVICE_HOOKS) or name.startswith("_"):
+        if name in (*HOOKS, *SERVICE_HOOKS, ROW_HOOK) or name.startswith("_"):
             raise UserInputError(
-                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS))} "
+                f"the method {name!r} is not for the model: {', '.join((*HOOKS, *SERVICE_HOOKS, ROW_HOOK))} "
                 f"and private ones are not tools"
             )
         if not has_method(cls, name):
@@ -82,7 +84,7 @@ def public_methods(cls: type) -> list[str]:
     for base in reversed(cls.__mro__):
         if base.__module__ == cls.__module__:
             found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
-    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS)]
+    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS, ROW_HOOK)]
 
 
 def check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:

@@ -21,6 +21,7 @@ from kestrl.tools.schema import Described, read
 from kestrl_tools.environment_classes import (
     ADAPTER_HOOKS,
     HOOKS,
+    ROW_HOOK,
     SERVICE_HOOKS,
     check_reset,
     columns_taken,
@@ -37,6 +38,7 @@ from kestrl_tools.servers import secret_header
 from kestrl_tools.tool_threads import ToolThreads
 
 Hook = Callable[[], Any]
+RowCheck = Callable[[Kwargs], object]
 
 
 class PythonProvider:
@@ -56,6 +58,7 @@ class PythonProvider:
         acts: bool = False,
         start: Hook | None = None,
         stop: Hook | None = None,
+        row_check: RowCheck | None = None,
     ) -> None:
         """Describes the provider.
 
@@ -71,12 +74,14 @@ class PythonProvider:
             acts: Whether its tool `act` takes the model's turns.
             start: Called once when the service starts, with the manifest's `config`.
             stop: Called once when the service ends.
+            row_check: Raises for `create_kwargs` with which no instance can work, such as a file that is gone.
         """
         self.name, self.environment = name, environment
         self.has_state, self.has_prompt, self.has_reward = has_state, has_prompt, has_reward
         self.acts = acts
         self._tools, self._make, self._check = tools, make, check
         self._start, self._stop = start, stop
+        self.row_check = row_check
         self._started = False
         self.sandbox: SandboxInUse | None = None
         """The sandbox in which the tool runs code, as `start_service` has returned it."""
@@ -192,7 +197,15 @@ def _class(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonProvider:
 
     check = partial(_arguments, cls, entry)
     start, stop = _service_hooks(cls, entry)
-    return PythonProvider(entry.name, [_definition(described)], make=make, check=check, start=start, stop=stop)
+    return PythonProvider(
+        entry.name,
+        [_definition(described)],
+        make=make,
+        check=check,
+        start=start,
+        stop=stop,
+        row_check=_row_check(cls, entry),
+    )
 
 
 def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
@@ -209,6 +222,20 @@ def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None
     if start is not None and claim is not None:
         return lambda: start(**entry.config, warm_pool=_warm_pool(claim)), stop
     return (partial(start, **entry.config) if start else None), stop
+
+
+def _row_check(cls: Any, entry: ToolEntry) -> RowCheck | None:
+    """The class's own check of what a row sets; None if it has none.
+
+    Raises:
+        UserInputError: It needs an instance.
+    """
+    if not has_method(cls, ROW_HOOK):
+        return None
+    if inspect.isfunction(inspect.getattr_static(cls, ROW_HOOK)):
+        raise UserInputError(f"{cls.__name__}.{ROW_HOOK} is called without an instance: make it a staticmethod")
+    hook = getattr(cls, ROW_HOOK)
+    return lambda create_kwargs: hook(**{**entry.config, **create_kwargs})
 
 
 def _check_claim(obj: Any) -> None:
@@ -288,6 +315,7 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonPro
         acts=acts,
         start=start,
         stop=stop,
+        row_check=_row_check(cls, entry),
     )
 
 

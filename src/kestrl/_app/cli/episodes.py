@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kestrl._app.cli.options import DEFAULT_RUNS, Runs
+from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Runs
 from kestrl._app.episodes.decoding import decoded, tokenizer_of
 from kestrl._app.episodes.difference import best_sibling, difference
 from kestrl._app.episodes.labels import delete_label, labelled, read_labels, with_labels, write_label
@@ -55,15 +56,19 @@ def list_episodes(
         typer.Option(help="""SQL condition on columns, such as "reward < 0 and failure_boundary = 'tool'"."""),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow further steps until the run ends.")] = False,
+    print_json: AsJson = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
-    """List stored episodes, one line each, and groups that failed as a whole."""
+    """List stored episodes, one line each, and groups that failed as a whole.
+
+    With --json a line is an object.
+    """
     kind, place = _purpose(purpose), find_place(runs, run_id)
     condition = None if where is None else Condition(where)
     for batch in _followed(place, kind, step) if follow else batches(place.store, kind, step):
         for row in _rows(place.store, batch, condition):
             if scenario in {None, row["scenario"]} and failed in {None, row["failure_boundary"] is not None}:
-                typer.echo(listed_line(row))
+                typer.echo(json.dumps(row) if print_json else listed_line(row))
 
 
 def _followed(place: EpisodePlace, purpose: Purpose | None, step: int | None) -> Iterator[Batch]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from kestrl._app.cli.adapters import choose_adapter
-from kestrl._app.cli.options import DEFAULT_RUNS, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
+from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
 from kestrl._app.episodes.reading import evaluated_groups
 from kestrl._app.local.comparison import Evaluation, report
 from kestrl._app.local.observation import run_store
@@ -37,6 +37,7 @@ from kestrl.storage import ObjectStore
 from kestrl.storage.tool_lists import changed_servers, read_tool_lists
 
 console = Console()
+errors = Console(stderr=True)
 BASE, NEWEST = "base", "newest"
 Samples = Annotated[
     int | None, typer.Option(min=1, max=MOST_SAMPLES, help="Episodes of each question (default: the job's, or else 1).")
@@ -130,6 +131,7 @@ def evaluate(
     top_p: TopP = None,
     top_k: TopK = None,
     details: Details = False,
+    print_json: AsJson = False,
     sequential: Sequential = False,
     verbose: Verbose = False,
     set_: Overrides = None,
@@ -145,13 +147,23 @@ def evaluate(
     chosen = candidates(listed, "--policy")
     addresses = [adapter_address(run, candidate) for candidate in chosen]
     _verbose(verbose)
+    progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
     options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
     evaluations = [
-        _evaluated(candidate, job, options, RunDir(home / f"{stamp}-{candidate.label}"), address, sampling, run=run)
+        _evaluated(
+            candidate,
+            job,
+            options,
+            RunDir(home / f"{stamp}-{candidate.label}"),
+            address,
+            sampling,
+            run=run,
+            progress=progress,
+        )
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
-    report(console, evaluations, home / f"{stamp}.json", with_details=details)
+    report(console, evaluations, home / f"{stamp}.json", with_details=details, print_json=print_json)
 
 
 def bench(
@@ -188,6 +200,7 @@ def bench(
         ),
     ] = None,
     details: Details = False,
+    print_json: AsJson = False,
     sequential: Sequential = False,
     verbose: Verbose = False,
     set_: Overrides = None,
@@ -212,6 +225,7 @@ def bench(
     run = find_run(runs, run_id) if adapters or run_id else None
     addresses = [None if run is None else adapter_address(run, candidate) for candidate in chosen]
     _verbose(verbose)
+    progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), runs.resolve() / "benchmarks"
     options = Options(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
     served = BenchEndpoint(url=endpoint, key_variable=key_variable, budget_tokens=budget_tokens)
@@ -225,10 +239,12 @@ def bench(
             sampling.model_copy(update={"own_temperature": own_temperature and bool(candidate.model)}),
             served,
             run,
+            progress=progress,
         )
         for candidate, address in zip(chosen, addresses, strict=True)
     ]
-    report(console, evaluations, home / f"{job.metadata.name}-{stamp}.json", with_details=details)
+    place = home / f"{job.metadata.name}-{stamp}.json"
+    report(console, evaluations, place, with_details=details, print_json=print_json)
 
 
 def adapter_address(run: RunDir, candidate: Candidate) -> str | None:
@@ -269,6 +285,8 @@ def _evaluated(
     sampling: EvaluationSampling,
     served: BenchEndpoint | None = None,
     run: RunDir | None = None,
+    *,
+    progress: Console,
 ) -> Evaluation:
     """Runs one candidate over the validation data; ends the program with the run's exit code if that fails.
 
@@ -281,6 +299,7 @@ def _evaluated(
         sampling: How episodes are sampled.
         served: The endpoint of models.
         run: The run that trained the policy, if any.
+        progress: Where its progress is printed.
     """
 
     def replan(components: Sequence[Component], site: Site) -> list[Component]:
@@ -289,7 +308,7 @@ def _evaluated(
             return bench_components(components, job, site, endpoint, sampling)
         return [_evaluating(component, address, sampling) for component in components]
 
-    code = run_job(job, folder, options, console, replan=replan)
+    code = run_job(job, folder, options, progress, replan=replan)
     summary = folder.summary()
     if code != 0 or summary is None or summary.after is None:
         raise typer.Exit(code or EXIT_FAILED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kestrl._app.cli.options import DEFAULT_RUNS, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
+from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
 from kestrl._shared.conventions import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
 from kestrl.errors import UserInputError
@@ -63,16 +64,20 @@ def validate(
     model: Annotated[
         bool, typer.Option("--model/--no-model", help="Also load the tokenizer and the chat template of the model.")
     ] = True,
+    print_json: AsJson = False,
     engine_python: EnginePython = None,
 ) -> None:
-    """Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem."""
-    from tempfile import TemporaryDirectory
+    """Check a manifest, the code and files that it references, and its data. Exit code 2 if there is a problem.
 
-    from kestrl._app.local.check import check_job
+    SFTJobs and Thresholds are checked too, with the jobs that a Threshold names.
+    """
+    from kestrl._app.checks.manifests import check_manifest, read_manifest
 
-    job = read_job(manifest, with_engine(set_, engine_python))
-    with TemporaryDirectory() as cache:
-        found = check_job(job, base=manifest.resolve().parent, cache_dir=Path(cache), data=data, model=model)
+    read = read_manifest(manifest, with_engine(set_, engine_python))
+    found = check_manifest(read, data=data, model=model)
+    if print_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        raise typer.Exit(EXIT_INPUT if found.problems else 0)
     for warning in found.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
     found.raise_problems()
@@ -83,7 +88,7 @@ def plan(
     manifest: Manifest,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the full plan as JSON.")] = False,
+    as_json: AsJson = False,
     memory: Annotated[
         bool,
         typer.Option("--memory", help="Print the learner's peak memory instead; also of an SFTJob. Needs the learner."),
@@ -167,17 +172,22 @@ def doctor(
     manifest: Annotated[Path | None, typer.Argument(help="Also check what this job needs.")] = None,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
+    print_json: AsJson = False,
     engine_python: EnginePython = None,
 ) -> None:
     """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
-    from kestrl._app.local.doctor import examine
+    from kestrl._app.checks.doctor import examine
+    from kestrl._app.checks.manifests import read_manifest
 
     if manifest is None and engine_python is not None:
         raise UserInputError("--engine-python belongs to a manifest; give one, too")
-    job = None if manifest is None else read_job(manifest, with_engine(set_, engine_python))
-    base = Path.cwd() if manifest is None else manifest.resolve().parent
+    read = None if manifest is None else read_manifest(manifest, with_engine(set_, engine_python))
     missing = False
-    for finding in examine(job, base=base, runs=runs):
+    if print_json:
+        findings = list(examine(read, runs=runs))
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        raise typer.Exit(EXIT_INPUT if any(finding.fix for finding in findings) else 0)
+    for finding in examine(read, runs=runs):
         missing |= bool(finding.fix)
         console.print(f"{'MISSING' if finding.fix else 'ok':<8}{finding.name:<12} {finding.status}", **PLAIN)
         if finding.fix:

@@ -11,16 +11,13 @@ from typing import Annotated
 
 import typer
 
+from kestrl._app.checks.sft import device_environment, located
 from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
-from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.processes import require_services
 from kestrl._shared.plan.components import TORCH_DEFAULTS
-from kestrl._shared.plan.devices import LEARNER, VISIBLE, Need, assigned_devices, device_variables
-from kestrl._shared.plan.sft import SFTSettings, sft_settings
-from kestrl._shared.plan.site import BUILDS
-from kestrl._shared.spec.sft import Conversations, SFTJob, read_sft_job
-from kestrl.data.locate import locate_data, locate_model
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl._shared.spec.sft import read_sft_job
 from kestrl.errors import UserInputError
 from kestrl.storage import open_store
 from kestrl.storage.layout import SUMMARY
@@ -28,43 +25,6 @@ from kestrl.storage.layout import SUMMARY
 SETTINGS = "settings.json"
 """File of an SFT run's folder; the run of a job has none of this name there."""
 SFTManifest = Annotated[Path, typer.Argument(help="The SFTJob manifest.", show_default=False)]
-
-
-def located(job: SFTJob, *, base: Path, folder: Path) -> SFTSettings:
-    """The settings of a job with its files found.
-
-    Args:
-        job: The manifest.
-        base: The manifest's folder.
-        folder: Of the run.
-
-    Raises:
-        UserInputError: A file does not exist; the message names its field.
-    """
-    spec = job.spec
-    template = None if spec.template is None else base / spec.template
-    if template is not None and not template.is_file():
-        raise UserInputError(f"spec.template: {template} does not exist")
-
-    def file_of(data: Conversations | None, field: str) -> str | None:
-        if data is None or data.uri is None:
-            return None
-        return str(
-            locate_data(
-                data.uri, size=data.size, base=base, seed=spec.data.seed, cache_dir=folder / ".data", field=field
-            )
-        )
-
-    return sft_settings(
-        job,
-        model=locate_model(spec.model.base, base=base),
-        train=file_of(spec.data.train, "spec.data.train.uri"),
-        validation=file_of(spec.data.validation, "spec.data.validation.uri"),
-        template=None if template is None else str(template.resolve()),
-        storage=f"{spec.storage.uri.rstrip('/')}/{job.metadata.name}"
-        if spec.storage.uri
-        else (folder / "store").resolve().as_uri(),
-    )
 
 
 def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS) -> None:
@@ -77,13 +37,13 @@ def sft(manifest: SFTManifest, set_: Overrides = None, runs: Runs = DEFAULT_RUNS
 
 def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
     """The field of an AgentRLJob that begins with the result of an SFT job, as an override; the job is run, resumed, or
-    found finished.
+    found finished. What its program prints goes to standard error.
 
     Raises:
         typer.Exit: It failed or was interrupted, with its code.
         StorageError: Its summary cannot be read.
     """
-    code, settings = _train(manifest, overrides, runs)
+    code, settings = _train(manifest, overrides, runs, output=sys.stderr.fileno())
     if code:
         raise typer.Exit(code)
     summary = json.loads(open_store(settings.storage).get(SUMMARY))
@@ -91,22 +51,9 @@ def fine_tuned(manifest: Path, overrides: tuple[str, ...], runs: Path) -> str:
     return f"{field}={json.dumps(summary['policy']['uri'])}"
 
 
-def device_environment(job: SFTJob) -> dict[str, str]:
-    """Variables that restrict the ranks to a device each; none on a CPU, or where the manifest names one device.
-
-    Raises:
-        UserInputError: There are not enough devices, or they cannot be listed.
-    """
-    kind, _, number = job.spec.learner.device.partition(":")
-    profile = next((profile for profile, build in BUILDS.items() if build.device == kind), "cpu")
-    if number or profile not in VISIBLE:
-        return {}
-    need = Need(component=LEARNER, profile=profile, count=job.spec.learner.ranks)
-    available = {profile: [device.index for device in usable_devices(profile)]}
-    return device_variables(profile, assigned_devices([need], available)[LEARNER])
-
-
-def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int, SFTSettings]:
+def _train(
+    manifest: Path, overrides: tuple[str, ...], runs: Path, *, output: int | None = None
+) -> tuple[int, SFTSettings]:
     """Exit code and settings of a training program that has ended."""
     require_services(["kestrl-learner"])
     job = read_sft_job(manifest, overrides)
@@ -122,7 +69,7 @@ def _train(manifest: Path, overrides: tuple[str, ...], runs: Path) -> tuple[int,
         ) from error
     # Training needs torch, which only the learner depends on; it runs as a separate program.
     command = [sys.executable, "-m", "kestrl_learner.sft", "--settings", str(folder / SETTINGS)]
-    process = subprocess.Popen(command, env=environment)  # noqa: S603 - our own module
+    process = subprocess.Popen(command, env=environment, stdout=output)  # noqa: S603 - our own module
     while True:
         try:
             return process.wait(), settings

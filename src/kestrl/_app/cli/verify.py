@@ -12,15 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kestrl._app.cli.options import DEFAULT_RUNS, Overrides, Runs
+from kestrl._app.checks.thresholds import threshold_problems
+from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Overrides, Runs
 from kestrl._app.cli.sft import fine_tuned
 from kestrl._app.comparison.differing import differing_fields
+from kestrl._app.comparison.verdict import Curve, SeedVerdict, Verdict, judge
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
 from kestrl._app.local.runner import Options, run_job
 from kestrl._app.local.uncertainty import Values, different_questions, values_of
-from kestrl._app.local.verdict import Curve, SeedVerdict, Verdict, judge
 from kestrl._shared.conventions import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.threshold import Threshold, ThresholdSpec, read_threshold
@@ -30,6 +31,7 @@ from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.terminal import safe
 
 console = Console()
+errors = Console(stderr=True)
 
 
 def verify(
@@ -38,6 +40,7 @@ def verify(
         list[str] | None, typer.Option("--run", help="Judge this finished run and start none; repeatable.")
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Run again, also the seeds that have finished.")] = False,
+    print_json: AsJson = False,
     set_: Overrides = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
@@ -54,13 +57,17 @@ def verify(
         for run in found:
             _warn_of_differences(job, run)
     else:
-        found = _run_all(wanted.spec, base, runs, overrides, new=new)
+        found = _run_all(wanted.spec, base, runs, overrides, new=new, progress=errors if print_json else console)
     verdict = judge(wanted.spec, [curve_of(run, wanted.spec) for run in found])
     place = runs / "verify" / f"{wanted.metadata.name}.json"
-    _print(wanted, verdict)
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(place, json.dumps({"passed": verdict.passed, **asdict(verdict)}, indent=2))
-    console.print(str(place), soft_wrap=True, markup=False, highlight=False)
+    document = json.dumps({"passed": verdict.passed, **asdict(verdict)}, indent=2)
+    write_atomic(place, document)
+    if print_json:
+        typer.echo(document)
+    else:
+        _print(wanted, verdict)
+        console.print(str(place), soft_wrap=True, markup=False, highlight=False)
     raise typer.Exit(0 if verdict.passed else EXIT_FAILED)
 
 
@@ -91,21 +98,20 @@ def _values(run: RunDir, spec: ThresholdSpec, steps: Collection[int]) -> dict[in
         for step in sorted(steps):
             values[step] = values_of(episodes.read(Purpose.EVALUATION, step).groups, samples).get(spec.metric, {})
     except (StorageError, PlaceError) as error:
-        console.print(safe(f"{run.id}: no standard errors: {error}"), markup=False, soft_wrap=True)
+        errors.print(safe(f"{run.id}: no standard errors: {error}"), markup=False, soft_wrap=True)
     return values
 
 
-def _run_all(spec: ThresholdSpec, base: Path, runs: Path, overrides: Sequence[str], *, new: bool) -> list[RunDir]:
+def _run_all(
+    spec: ThresholdSpec, base: Path, runs: Path, overrides: Sequence[str], *, new: bool, progress: Console
+) -> list[RunDir]:
     jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]  # a bad manifest is reported before SFT
-    if spec.plateau.evaluations > 1 and jobs[0].spec.schedule.eval_every is None:
-        raise UserInputError(
-            f"spec.schedule.evalEvery: must be set in {spec.job}, as the plateau takes {spec.plateau.evaluations} "
-            "evaluations"
-        )
+    if problems := [f"{spec.job}: {problem}" for problem in threshold_problems(spec, jobs[0])]:
+        raise UserInputError("\n".join(problems))
     if spec.sft is not None:
         overrides = (*overrides, fine_tuned(base / spec.sft, (), runs))
         jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]
-    return [_run(job, (base / spec.job).parent, runs, new=new) for job in jobs]
+    return [_run(job, (base / spec.job).parent, runs, new=new, progress=progress) for job in jobs]
 
 
 def _job_of(spec: ThresholdSpec, base: Path, seed: int, overrides: Sequence[str]) -> AgentRLJob:
@@ -114,17 +120,17 @@ def _job_of(spec: ThresholdSpec, base: Path, seed: int, overrides: Sequence[str]
     return read_job(base / spec.job, [*overrides, f"data.seed={seed}", named])
 
 
-def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool) -> RunDir:
+def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool, progress: Console) -> RunDir:
     """The finished run of a job: an earlier one of the same manifest, or one that is started or resumed now."""
     earlier = runs_of(runs, job.metadata.name)
     if earlier and not new and earlier[-1].succeeded() and earlier[-1].job().spec == job.spec:
-        console.print(f"{earlier[-1].id} has finished: judging it; --new runs it again", markup=False, soft_wrap=True)
+        progress.print(f"{earlier[-1].id} has finished: judging it; --new runs it again", markup=False, soft_wrap=True)
         return earlier[-1]
     folder, resumed = open_run(runs, job, new=new)
     options = Options(
         manifest_dir=manifest_dir, cache_dir=runs.resolve() / ".data", active_deadline=job.spec.active_deadline
     )
-    code = run_job(job, folder, options, console, resumed=resumed)
+    code = run_job(job, folder, options, progress, resumed=resumed)
     if code:
         raise typer.Exit(code)
     return folder
@@ -134,9 +140,7 @@ def _warn_of_differences(job: AgentRLJob, run: RunDir) -> None:
     """Warns where a run was not made of the threshold's job: its number would mean something else."""
     differing = ", ".join(differing_fields(job, run.job()))
     if differing:
-        console.print(
-            f"warning: {run.id} differs from the threshold's job in {differing}", markup=False, soft_wrap=True
-        )
+        errors.print(f"warning: {run.id} differs from the threshold's job in {differing}", markup=False, soft_wrap=True)
 
 
 def _print(threshold: Threshold, verdict: Verdict) -> None:

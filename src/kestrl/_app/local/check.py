@@ -10,22 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kestrl._app.interpreters.agents import agent_python
+from kestrl._app.local.findings import Findings
 from kestrl._app.local.secrets import Secrets
-from kestrl._app.local.site import engine_warnings, interpreter_of, local_path
+from kestrl._app.local.site import engine_warnings, interpreter_of, local_path, planned_settings
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
 from kestrl._shared.plan.components import Role
-from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.common import DataSettings, Model
 from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
-from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.spec import AgentRLJob, ProblemsError
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
@@ -46,34 +44,8 @@ HERE = LOCAL_SCHEMES | {"demo", "hf"}
 """URI schemes that can be checked on one machine; a cluster supports more."""
 COMPARING = frozenset({"exact_answer", "flexible_answer", "math_answer", "boxed_answer"})
 """Built-in rewards that compare an answer with the ground truth of the row."""
-NAMELESS = Endpoint(bind="", host="", port=0)
 
 Found = TypeVar("Found")
-
-
-@dataclass(slots=True)
-class Findings:
-    """Result of the check of a job."""
-
-    problems: list[str] = field(default_factory=list[str])
-    """Problems that prevent a run. Each names the field, or file, row and field, and the fix."""
-    warnings: list[str] = field(default_factory=list[str])
-    """Warnings; the job can run."""
-    rows: dict[str, int] = field(default_factory=dict[str, int])
-    """Valid rows by data set."""
-    servers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """Offered tools of each server, by its name."""
-
-    @property
-    def summary(self) -> str:
-        """What is valid, for a person."""
-        counts = [f"{count} {name} scenarios" for name, count in self.rows.items()]
-        return ", ".join([*counts, *(f"{name} offers {', '.join(tools)}" for name, tools in self.servers.items())])
-
-    def raise_problems(self) -> None:
-        """Raises UserInputError with one line per problem, if there are any."""
-        if self.problems:
-            raise UserInputError("\n".join(self.problems))
 
 
 def fitted_job(job: AgentRLJob, base: Path) -> AgentRLJob:
@@ -84,7 +56,7 @@ def fitted_job(job: AgentRLJob, base: Path) -> AgentRLJob:
     """
     if scheme_of(job.spec.model.base) not in HERE:
         return job
-    fit = fitted(job, _config(locate_model(job.spec.model.base, base=base)))
+    fit = fitted(job, model_config(locate_model(job.spec.model.base, base=base)))
     if fit is not job and (problems := check(fit.spec)):
         raise ProblemsError(problems)
     return fit
@@ -327,41 +299,14 @@ class _Check:
             )
 
 
-def planned_settings(
-    job: AgentRLJob,
-    base: Path,
-    *,
-    model: str,
-    template: str | None,
-    environment_python: str | None,
-    agent_python: str | None = None,
-) -> dict[Role, Model]:
-    """Settings of each component as in a run, for a site without addresses."""
-    site = Site(
-        run="check",
-        endpoint=lambda _role, _index: NAMELESS,
-        model=model,
-        template=template,
-        train="",
-        validation=None,
-        storage="",
-        database="",
-        work_dir="",
-        environment_python=environment_python,
-        agent_python=agent_python,
-        python_path=(str(base.resolve()),),
-    )
-    return {item.role: item.settings for item in plan(job, site) if item.settings is not None}
-
-
 def _model_problems(job: AgentRLJob, model: str) -> Iterator[Problem]:
     """Problems of the job with a model in a folder; those of a Hugging Face id are found when it is loaded."""
-    config = _config(model)
+    config = model_config(model)
     yield from expert_problems(config, model)
     yield from model_problems(job.spec, config)
 
 
-def _config(model: str) -> dict[str, Any]:
+def model_config(model: str) -> dict[str, Any]:
     """Fields of a model's config.json; empty for what is not a folder, or what fails where the model is loaded."""
     try:
         config: Any = json.loads((Path(model) / "config.json").read_bytes())

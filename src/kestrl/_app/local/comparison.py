@@ -142,17 +142,22 @@ def _metrics(episode: Episode) -> str:
     return "".join(f" {name} {value:g}" for name, value in sorted(episode.metrics.items()) if name in ROWS)
 
 
-def report(console: Console, evaluations: Sequence[Evaluation], out: Path, *, with_details: bool) -> None:
-    """Prints the comparison and keeps it as JSON."""
+def report(
+    console: Console, evaluations: Sequence[Evaluation], out: Path, *, with_details: bool, print_json: bool = False
+) -> None:
+    """Prints the comparison, or the JSON that it keeps of it."""
+    pairs = dict(against_first(evaluations))
+    document = json.dumps([as_json(evaluation, pairs.get(evaluation.label)) for evaluation in evaluations], indent=2)
+    write_atomic(out, document)
+    if print_json:
+        console.print(document, soft_wrap=True, highlight=False, markup=False)
+        return
     if with_details:
         for line in details(evaluations):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(table(evaluations))
     for line in remarks(evaluations):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    pairs = dict(against_first(evaluations))
-    kept = [as_json(evaluation, pairs.get(evaluation.label)) for evaluation in evaluations]
-    write_atomic(out, json.dumps(kept, indent=2))
     console.print(str(out), soft_wrap=True, markup=False)
 
 

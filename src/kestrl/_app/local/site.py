@@ -18,6 +18,8 @@ from kestrl._app.local.rundir import RunDir
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
 from kestrl._shared.plan.environments import environment_requirements
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.settings.common import Model
 from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.plan.tools import runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
@@ -31,6 +33,7 @@ from kestrl.storage.uris import local_path as path_of
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
 ENVIRONMENT_FIELD = "spec.environment.python.requirements"
+NAMELESS = Endpoint(bind="", host="", port=0)
 
 
 METRICS = "metrics"
@@ -236,3 +239,30 @@ def relocated(site: Site, generated: Path, cache_dir: Path) -> Site:
 
     validation = None if site.validation is None else moved(site.validation)
     return replace(site, train=moved(site.train), validation=validation)
+
+
+def planned_settings(
+    job: AgentRLJob,
+    base: Path,
+    *,
+    model: str,
+    template: str | None,
+    environment_python: str | None,
+    agent_python: str | None = None,
+) -> dict[Role, Model]:
+    """Settings of each component as in a run, for a site without addresses."""
+    site = Site(
+        run="check",
+        endpoint=lambda _role, _index: NAMELESS,
+        model=model,
+        template=template,
+        train="",
+        validation=None,
+        storage="",
+        database="",
+        work_dir="",
+        environment_python=environment_python,
+        agent_python=agent_python,
+        python_path=(str(base.resolve()),),
+    )
+    return {item.role: item.settings for item in plan(job, site) if item.settings is not None}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kestrl._app.local.check import planned_settings
 from kestrl._app.local.secrets import Secrets
-from kestrl._app.local.site import interpreter_of
+from kestrl._app.local.site import interpreter_of, planned_settings
 from kestrl._app.plays.verdict import Verdict, verdict
 from kestrl._shared.checking import PlayedCheck, PlaysCheck, Report, ask
 from kestrl._shared.plan.components import Role

@@ -119,6 +119,16 @@ def read_kind(path: Path, kind: str) -> Any:
     return document
 
 
+def file_kind(path: Path) -> str:
+    """The kind of a file's document, such as `SFTJob`; that of a job where it has none that KestRL reads.
+
+    Raises:
+        UserInputError: The file cannot be read, is not YAML, or holds another number of documents.
+    """
+    kind = _kind_of(read_document(path, AgentRLJob.__name__))
+    return kind if kind in COMMANDS else AgentRLJob.__name__
+
+
 def _kind_of(document: Any) -> str:
     return str(cast("Mapping[str, Any]", document).get("kind")) if isinstance(document, Mapping) else ""
 

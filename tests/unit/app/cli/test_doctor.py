@@ -9,7 +9,8 @@ import pytest
 from tests.fakes.collector import collecting
 from tests.program import run_program
 
-from kestrl._app.local import doctor
+from kestrl._app.checks import doctor
+from kestrl._app.checks.manifests import read_manifest
 from kestrl._shared.spec import read_job
 
 ROOT = Path(__file__).parents[4]
@@ -112,6 +113,6 @@ def test_a_job_without_a_code_interpreter_needs_no_sandbox() -> None:
 
 
 def test_an_interpreter_without_the_engine_is_said_once(tmp_path: Path) -> None:
-    job = read_job(QUICKSTART, [f"inference.python={tmp_path}/nowhere/python"])
-    findings = [*doctor.examine(job, base=QUICKSTART.parent, runs=tmp_path / "runs")]
+    read = read_manifest(QUICKSTART, [f"inference.python={tmp_path}/nowhere/python"])
+    findings = [*doctor.examine(read, runs=tmp_path / "runs")]
     assert [each.name for each in findings if "nowhere" in each.fix] == ["engine"]

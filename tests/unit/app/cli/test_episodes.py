@@ -97,6 +97,10 @@ def test_every_group_that_ended_is_listed_with_its_outcome(runs: Path) -> None:
         "c/0  step 2  reward -  turns 1  answered tool/tool_raised: it raised\\x1b[31m  retried",
     ]
     assert kestrl("list", "--runs", runs, "--purpose", "eval") == ["e/0  step 0  reward 0.250  turns 1  answered"]
+    assert [json.loads(line)["outcome"] for line in kestrl("list", "--runs", runs, "--step", "2", "--json")] == [
+        "trained",
+        "retried",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,36 @@ def test_operations_of_an_openapi_document_are_listed_and_their_rows_checked(pro
     assert "an HTTP server takes none" in printed
 
 
+MAILBOX = """
+class Mailbox:
+    'Reads mail.'
+    def __init__(self, *, database: str): ...
+    def __call__(self, word: str) -> str:
+        'Reads.'
+        return word
+    @staticmethod
+    def check_row(*, database: str) -> None:
+        if database == "gone.db":
+            raise ValueError("gone.db does not exist")
+        if database == "odd.db":
+            raise RuntimeError("a mistake")
+"""
+
+
+def test_a_tool_s_own_check_reads_each_distinct_row_once(project: Project) -> None:
+    (project.folder / "mine.py").write_text(CODE + MAILBOX)
+    project.spec["tools"] = [{"name": "mail", "use": "mine:Mailbox"}]
+    for number, row in enumerate(project.rows):
+        row["tools"] = {"mail": {"create_kwargs": {"database": "here.db" if number < 5 else "gone.db"}}}
+    project.rows[7]["tools"]["mail"]["create_kwargs"]["database"] = "odd.db"
+    printed = project.refused()
+    assert "train.jsonl:6: mail: create_kwargs: gone.db does not exist" in printed
+    assert "train.jsonl:7: " not in printed, "equal arguments are reported at the first row"
+    assert "train.jsonl:8: mail: create_kwargs: RuntimeError: a mistake" in printed
+    (project.folder / "mine.py").write_text(CODE + MAILBOX.replace("@staticmethod", "").replace("(*,", "(self, *,"))
+    assert "Mailbox.check_row is called without an instance: make it a staticmethod" in project.refused()
+
+
 def test_everything_that_a_job_names_and_does_not_exist(project: Project) -> None:
     project.spec |= {
         "tools": [{"name": "add", "use": "nosuch:f"}, {"name": "b", "use": "mine:nosuch"}],

@@ -161,7 +161,7 @@ def test_a_run_that_has_not_succeeded_is_not_judged(threshold: Path, status: str
 def test_a_job_without_evaluations_is_refused_before_it_runs(threshold: Path) -> None:
     error, message = verify(threshold, "--set", "schedule.evalEvery=null")
     assert isinstance(error, UserInputError)
-    assert "spec.schedule.evalEvery: must be set in job.yaml" in message
+    assert "job.yaml: spec.schedule.evalEvery: must be set" in message
     assert not (threshold.parent / "runs").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kestrl._app.cli.evaluations import sampling_of
-from kestrl._app.local.comparison import Evaluation, as_json, details, remarks, table
+from kestrl._app.local.comparison import Evaluation, as_json, details, remarks, report, table
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl.episode import Group
 from kestrl.errors import UserInputError
@@ -139,3 +140,11 @@ def test_details_show_the_answer_of_every_sample() -> None:
         "  base: answer ''",
         "  base:",
     ]
+
+
+def test_json_is_printed_in_place_of_the_table_and_is_what_is_kept(tmp_path: Path) -> None:
+    console = Console(width=40)
+    with console.capture() as captured:
+        report(console, [evaluation("v12", reward=0.5)], tmp_path / "kept.json", with_details=True, print_json=True)
+    assert json.loads(captured.get()) == json.loads((tmp_path / "kept.json").read_text())
+    assert json.loads(captured.get())[0]["means"] == {"reward": 0.5}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.program import run_program
 
-from kestrl._app.cli.sft import device_environment
-from kestrl._app.local import doctor
+from kestrl._app.checks import doctor
+from kestrl._app.checks.sft import device_environment
 from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import local_devices, reserved_ports, site_of

@@ -44,6 +44,11 @@ class _Inbox:
         self.id = found
 
 
+def _check_row(*, database: str, inbox: str) -> None:
+    """Refuses a row whose database or inbox is gone."""
+    _Inbox(database, inbox).connection.close()
+
+
 def _copies(connection: sqlite3.Connection, email_ids: Sequence[int]) -> dict[str, Any]:
     """For rewards: the ids of mails' folded copies, each with the id that the tools use. A row may name any of them."""
     query = (
@@ -83,6 +88,8 @@ def _conditions(
 
 class SearchEmails:
     """Search the mailbox."""
+
+    check_row = staticmethod(_check_row)
 
     def __init__(self, *, database: str, inbox: str) -> None:
         self._inbox = _Inbox(database, inbox)
@@ -176,6 +183,8 @@ class SearchEmails:
 class ReadEmail:
     """Read one mail."""
 
+    check_row = staticmethod(_check_row)
+
     def __init__(self, *, database: str, inbox: str) -> None:
         self._inbox = _Inbox(database, inbox)
         self._connection = self._inbox.connection
@@ -235,6 +244,8 @@ def parts(body: str) -> list[str]:
 
 class ReturnFinalAnswer:
     """Give the answer; ends the episode."""
+
+    check_row = staticmethod(_check_row)
 
     def __init__(self, *, database: str, inbox: str) -> None:
         self._inbox = _Inbox(database, inbox)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kestrl._shared.plan.sft import SFTData, SFTSettings
 from kestrl._shared.text.chat_model import ChatModel, load_model, load_vocabulary
@@ -26,8 +26,29 @@ Item = Sequence[TrainRow]
 """The rows of one conversation."""
 
 
+class LoadedData(NamedTuple):
+    """The conversations of a data set that are learned from."""
+
+    items: list[Item]
+    left_out: int
+    """Conversations that are longer than `max_tokens`."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.token_ids) for rows in self.items for row in rows)
+
+
 def load_items(settings: SFTSettings, data: SFTData, field: str) -> list[Item]:
-    """The conversations of a data set that fit into `max_tokens`.
+    """The conversations of a data set that fit into `max_tokens`. Raises as `load_data` does."""
+    loaded = load_data(settings, data, field)
+    if loaded.left_out:
+        log.warning("%s", left_out_warning(loaded, field))
+    return loaded.items
+
+
+def load_data(settings: SFTSettings, data: SFTData, field: str) -> LoadedData:
+    """The conversations of a data set that fit into `max_tokens`, and the number of others.
 
     Args:
         settings: Of the run.
@@ -37,21 +58,24 @@ def load_items(settings: SFTSettings, data: SFTData, field: str) -> list[Item]:
     Raises:
         UserInputError: It cannot be read or rendered, or nothing is left of it.
     """
-    found = _encoded(settings, data) if data.path is not None else _sampled(data, field)
+    conversations = _encoded(settings, data) if data.path is not None else _sampled(data, field)
     items: list[Item] = [
         [train_row(ids, mask, number) for ids, mask in rows]
-        for number, rows in enumerate(found)
+        for number, rows in enumerate(conversations)
         if rows and max(len(ids) for ids, _ in rows) <= settings.max_tokens
     ]
-    left_out = len(found) - len(items)
     if not items:
         raise UserInputError(
-            f"{field}: none of {len(found)} conversations can be learned from; raise spec.training.maxTokens (is "
-            f"{settings.max_tokens}) or lower minReward"
+            f"{field}: none of {len(conversations)} conversations can be learned from; raise spec.training.maxTokens "
+            f"(is {settings.max_tokens}) or lower minReward"
         )
-    if left_out:
-        log.warning("%s: %d of %d conversations are left out as longer than maxTokens", field, left_out, len(found))
-    return items
+    return LoadedData(items, len(conversations) - len(items))
+
+
+def left_out_warning(loaded: LoadedData, field: str) -> str:
+    """The line about conversations that are longer than `max_tokens`."""
+    total = len(loaded.items) + loaded.left_out
+    return f"{field}: {loaded.left_out} of {total} conversations are left out as longer than maxTokens"
 
 
 Tokens = list[tuple[Sequence[int], Sequence[int]]]

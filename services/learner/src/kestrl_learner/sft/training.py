@@ -10,21 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kestrl._shared.plan.sft import SFTSettings
-from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
 from kestrl.runstate.states import RunPhase
 from kestrl.storage.summary import SFTSummary, SummaryPolicy, write_summary
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ledger.schedule import epoch_order
-from kestrl_learner.model import adapters, full_model
 from kestrl_learner.model.adapters import AdapterSource
 from kestrl_learner.model.full_model import FullModel
-from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.sft.data import Item, load_items, load_tokenizer
+from kestrl_learner.sft.policy import load_model, publish_policy, published_policy
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.metric_sinks import MetricSinks
-from kestrl_learner.store.records import evaluations_of, summary_policy
+from kestrl_learner.store.records import evaluations_of
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import Patience, RunStore
 from kestrl_learner.store.storage_sink import StorageSink
@@ -60,18 +58,6 @@ def identity_digest(settings: SFTSettings, items: Sequence[Item]) -> str:
         for row in item:
             hashed.update(row.token_ids.tobytes() + row.mask)
     return hashed.hexdigest()
-
-
-def load_model(settings: SFTSettings) -> PolicyModel | FullModel:
-    """The model that a run begins with.
-
-    Raises:
-        UserInputError: The base or the adapter cannot be used.
-        StorageError: The adapter is corrupt.
-    """
-    if settings.parameters == "adapter":
-        return adapters.load_policy(settings)
-    return full_model.load(settings)
 
 
 def _unreported(_: str) -> None:
@@ -128,6 +114,9 @@ class SFTRun:
 
     def _run(self) -> SummaryPolicy | None:
         done = self._resume()
+        if done == len(self._batches) and (policy := published_policy(self._store)) is not None:
+            log.info("it has finished at step %d; another metadata.name begins a new run", done)
+            return policy
         settings = self._settings
         self._sinks.start(
             RunStart(job=settings.job, run=settings.job, storage=self._store.uri, total_steps=len(self._batches))
@@ -207,21 +196,8 @@ class SFTRun:
         state = checkpoint.Checkpoint(step=done, state=self._trainer.state(), record=self._record)
         checkpoint.write(self._store, state, keep=KEEP_CHECKPOINTS)
 
-    def _published(self, done: int) -> tuple[PolicyVersion, str]:
-        """Publishes the adapter or the model; returns its version and address."""
-        store, settings, model = self._store, self._settings, self._model
-        if isinstance(model, FullModel):
-            made, address = full_model.publish(
-                store, model, self._tokenizer, job=settings.job, step=done, base=settings.model
-            )
-            return made.policy, address
-        manifest, address = adapters.publish(
-            store, model, job=settings.job, step=done, base=settings.model, parent=None
-        )
-        return manifest.policy, address
-
     def _publish(self, done: int) -> SummaryPolicy:
-        policy = summary_policy(*self._published(done))
+        policy = publish_policy(self._store, self._model, self._tokenizer, self._settings, done)
         summary = SFTSummary(
             status=RunPhase.SUCCEEDED,
             steps=done,

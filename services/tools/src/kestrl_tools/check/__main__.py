@@ -7,10 +7,11 @@ A server of a cluster, whose name does not resolve on this machine, is not conta
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,15 @@ from kestrl._shared.plan.servers import is_cluster_name, server_at
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.data.rows import DataRow, read_rows
-from kestrl.errors import KestrlError, ToolFailure
+from kestrl.errors import KestrlError, ToolFailure, UserInputError, described
+from kestrl.tools import ToolError
+from kestrl.tools.provider import Kwargs
 from kestrl_tools.catalogue import Tool, field_of, providers_of
 from kestrl_tools.environments.provider import EnvironmentProvider, is_environment, takes_turns
 from kestrl_tools.lifecycle import loaded, start
 from kestrl_tools.process.provider import ProcessProvider
-from kestrl_tools.python_provider import PythonProvider
-from kestrl_tools.rows import check_row, row_kwargs
+from kestrl_tools.python_provider import PythonProvider, RowCheck
+from kestrl_tools.rows import check_row, given, row_kwargs
 from kestrl_tools.sessions import Opening, Sessions
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -181,7 +184,7 @@ def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
             for tool in tools.values()
             if not takes_turns(tool.provider, tool.schema.name)
         ],
-        "rows": list(islice(_misfits(tools, settings.data), MOST_PROBLEMS)),
+        "rows": list(islice(chain(_misfits(tools, settings.data), _unusable(tools, settings.data)), MOST_PROBLEMS)),
     }
 
 
@@ -194,6 +197,39 @@ def _misfits(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> Ite
             except ToolFailure as error:
                 if error.code != "unknown_tool":  # the command reports names with all names of the job
                     yield row.scenario.agent, f"{row.place}: {error}"
+
+
+def _unusable(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> Iterator[tuple[str, str]]:
+    """The agent loop of each row whose `create_kwargs` a tool's own check refuses, and why; equal ones are checked once
+    and reported at the first row.
+    """
+    checks = {
+        provider.name: provider.row_check
+        for provider in providers_of(tools)
+        if isinstance(provider, PythonProvider) and provider.row_check is not None
+    }
+    seen: set[tuple[str, str]] = set()
+    for file in data.values() if checks else ():
+        for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
+            for name, kwargs in row_kwargs(tools, row.scenario).items():
+                arguments = given({name: kwargs}, name, "create_kwargs")
+                key = (name, json.dumps(arguments, sort_keys=True))
+                if name not in checks or key in seen:
+                    continue
+                seen.add(key)
+                if refusal := _refusal(checks[name], arguments):
+                    yield row.scenario.agent, f"{row.place}: {name}: create_kwargs: {refusal}"
+
+
+def _refusal(check: RowCheck, create_kwargs: Kwargs) -> str:
+    """Why a tool's own check refuses arguments; empty if it takes them."""
+    try:
+        check(create_kwargs)
+    except (UserInputError, ToolError, ValueError, OSError) as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - user code, whose mistakes are findings of a check
+        return described(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -18,19 +18,22 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
+from kestrl._app.checks.manifests import ReadManifest, check_manifest
+from kestrl._app.checks.sft import device_environment
 from kestrl._app.engines.interpreter import engine_build, installed_engine
-from kestrl._app.local.check import check_job
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
-from kestrl._app.local.processes import LOCAL, missing_services
+from kestrl._app.local.processes import LOCAL, SERVICES, missing_services
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import local_devices, storage_root
 from kestrl._shared.plan.devices import assigned_devices, device_needs
 from kestrl._shared.plan.tools import sandbox_claim
-from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.inference import Inference
+from kestrl._shared.spec.sft import SFTJob
+from kestrl._shared.spec.threshold import Threshold
 from kestrl.data.locate import locate_model
 from kestrl.errors import KestrlError, UserInputError, place_error
-from kestrl.storage import ObjectStore
+from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.uris import file_uri, is_local, local_path
 
 SANDBOX = "kestrl_sandbox"
@@ -49,29 +52,53 @@ class Finding:
     """How to fix it; empty if there is nothing to fix."""
 
 
-def examine(job: AgentRLJob | None, *, base: Path, runs: Path) -> Iterator[Finding]:
-    """Checks this machine, and what a job references.
+def examine(read: ReadManifest | None, *, runs: Path) -> Iterator[Finding]:
+    """Checks this machine, and what a manifest references.
 
     Args:
-        job: The job to run, if any.
-        base: The manifest's folder.
+        read: The manifest of what is to run, if any.
         runs: Folder for the runs.
     """
     yield machine()
     yield runs_folder(runs)
+    if read is not None and isinstance(read.manifest, SFTJob):
+        yield from _examine_sft(read, read.manifest, runs)
+        return
     yield parts()
+    job, base = (None, Path.cwd()) if read is None else _job_of(read)
     yield _tried("engine", lambda: engine(job, base))
     yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
-    if job is None:
+    if job is None or read is None:
         return
     yield from accelerator(job)
     yield from code_sandbox(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
     opened = partial(open_storage, job, base)
     yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
-    yield named(job, base)
+    yield named(read)
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
+
+
+def _examine_sft(read: ReadManifest, job: SFTJob, runs: Path) -> Iterator[Finding]:
+    yield parts(["kestrl-learner"])
+    yield _tried("accelerator", lambda: ", ".join(device_environment(job).values()) or job.spec.learner.device)
+    yield _tried("model", lambda: locate_model(job.spec.model.base, base=read.base))
+    yield _tried("storage", lambda: storage(job.spec.storage.uri or file_uri(runs), open_store))
+    yield named(read)
+
+
+def _job_of(read: ReadManifest) -> tuple[AgentRLJob, Path]:
+    """The job that is run, and its folder.
+
+    Raises:
+        UserInputError: A threshold's job is not valid.
+    """
+    if isinstance(read.manifest, Threshold):
+        path = read.base / read.manifest.spec.job
+        return read_job(path, read.overrides), path.resolve().parent
+    assert isinstance(read.manifest, AgentRLJob)
+    return read.manifest, read.base
 
 
 def _tried(name: str, look: Callable[[], str]) -> Finding:
@@ -86,13 +113,13 @@ def _tried(name: str, look: Callable[[], str]) -> Finding:
         return Finding(name=name, status="unusable", fix=str(unusable))
 
 
-def named(job: AgentRLJob, base: Path) -> Finding:
-    """Whether the user code, template and rows of the job can be loaded and are consistent."""
-    with tempfile.TemporaryDirectory() as cache:
-        findings = check_job(job, base=base, cache_dir=Path(cache), engine=False)  # looked for before
+def named(read: ReadManifest) -> Finding:
+    """Whether the user code, template and rows of a manifest can be loaded and are consistent."""
+    findings = check_manifest(read, data=True, model=True, engine=False)  # the engine has a finding of its own
     counts = findings.summary
     status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *findings.warnings])
-    return Finding(name="job", status="unusable" if findings.problems else status, fix="\n".join(findings.problems))
+    name = "threshold" if isinstance(read.manifest, Threshold) else "job"
+    return Finding(name=name, status="unusable" if findings.problems else status, fix="\n".join(findings.problems))
 
 
 def machine() -> Finding:
@@ -152,11 +179,12 @@ def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
     yield Finding(name="sandbox", status=found.get("status", "unusable"), fix=found.get("problem", ""))
 
 
-def parts() -> Finding:
-    """Whether every service is installed in this environment."""
-    if missing := missing_services():
+def parts(services: Sequence[str] = SERVICES) -> Finding:
+    """Whether some services are installed in this environment."""
+    if missing := missing_services(services):
         return Finding(name="parts", status="missing: " + ", ".join(missing), fix=LOCAL)
-    return Finding(name="parts", status=f"kestrl {version('kestrl')} and all its services")
+    names = "all its services" if services is SERVICES else ", ".join(services)
+    return Finding(name="parts", status=f"kestrl {version('kestrl')} and {names}")
 
 
 def engine(job: AgentRLJob | None, base: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl._app.local.verdict import Curve, judge
+from kestrl._app.comparison.verdict import Curve, judge
 from kestrl._shared.spec.threshold import ThresholdSpec, parse_threshold
 from kestrl.errors import UserInputError
 

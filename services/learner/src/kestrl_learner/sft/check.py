@@ -1,0 +1,39 @@
+"""`python -m kestrl_learner.sft.check`: loads what an SFT job learns from, without its model's weights."""
+
+from __future__ import annotations
+
+from kestrl._shared.checking import Facts, run_check
+from kestrl._shared.plan.sft import SFTSettings
+from kestrl.errors import UserInputError
+from kestrl_learner.sft.data import left_out_warning, load_data
+
+
+def check(settings: SFTSettings) -> Facts:
+    """The number of conversations of each data set, the tokens of the longest row, and warnings.
+
+    Raises:
+        UserInputError: With a line for each data set that cannot be learned from.
+    """
+    problems: list[str] = []
+    warnings: list[str] = []
+    counts: dict[str, int] = {}
+    longest = 0
+    for name, data in {"train": settings.train, "validation": settings.validation}.items():
+        if data is None:
+            continue
+        field = f"spec.data.{name}"
+        try:
+            loaded = load_data(settings, data, field)
+        except UserInputError as error:
+            problems += str(error).splitlines()
+            continue
+        counts[name] = len(loaded.items)
+        longest = max(longest, loaded.longest)
+        warnings += [left_out_warning(loaded, field)] if loaded.left_out else []
+    if problems:
+        raise UserInputError("\n".join(dict.fromkeys(problems)))
+    return {"conversations": counts, "longest": longest, "warnings": warnings}
+
+
+if __name__ == "__main__":
+    run_check(SFTSettings, check)

@@ -1,0 +1,61 @@
+"""The check of a manifest of any kind."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kestrl._app.checks.sft import check_sft_job
+from kestrl._app.checks.thresholds import check_threshold
+from kestrl._app.local.check import check_job
+from kestrl._app.local.findings import Findings
+from kestrl._shared.spec import AgentRLJob, read_job
+from kestrl._shared.spec.load import file_kind
+from kestrl._shared.spec.sft import SFTJob, read_sft_job
+from kestrl._shared.spec.threshold import Threshold, read_threshold
+
+Manifest = AgentRLJob | SFTJob | Threshold
+
+
+@dataclass(frozen=True, slots=True)
+class ReadManifest:
+    """A valid manifest and the folder that its paths are relative to."""
+
+    manifest: Manifest
+    base: Path
+    overrides: tuple[str, ...]
+    """Overrides of fields, of which a Threshold's job is read with."""
+
+
+def read_manifest(path: Path, overrides: Sequence[str]) -> ReadManifest:
+    """Reads a manifest of any kind.
+
+    Raises:
+        UserInputError: The file cannot be read, or its fields are not valid.
+    """
+    base, given = path.resolve().parent, tuple(overrides)
+    kind = file_kind(path)
+    if kind == SFTJob.__name__:
+        return ReadManifest(read_sft_job(path, given), base, given)
+    if kind == Threshold.__name__:
+        return ReadManifest(read_threshold(path), base, given)
+    return ReadManifest(read_job(path, given), base, given)
+
+
+def check_manifest(read: ReadManifest, *, data: bool, model: bool, engine: bool | None = None) -> Findings:
+    """Checks everything that a manifest references.
+
+    Args:
+        read: The manifest.
+        data: Whether to read the data sets of a job.
+        model: Whether to load the tokenizer and the chat template of a job.
+        engine: Whether to look for the engine; None: where the job names an interpreter for it.
+    """
+    if isinstance(read.manifest, SFTJob):
+        return check_sft_job(read.manifest, read.base)
+    if isinstance(read.manifest, Threshold):
+        return check_threshold(read.manifest, read.base, read.overrides)
+    with tempfile.TemporaryDirectory() as cache:
+        return check_job(read.manifest, base=read.base, cache_dir=Path(cache), data=data, model=model, engine=engine)

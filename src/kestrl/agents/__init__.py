@@ -94,7 +94,12 @@ class Endpoint:
     base_url: str
     """Ends with `/v1`, as clients of OpenAI's API have it."""
     api_key: str = field(repr=False)
-    """The episode's own: it samples for this episode until its end, and can do nothing else."""
+    """The episode's own: it samples and calls tools for this episode until its end, and can do nothing else."""
+
+    @property
+    def mcp_url(self) -> str:
+        """URL at which a client of MCP, with the same key as `Authorization: Bearer`, calls the episode's tools."""
+        return f"{self.base_url.removesuffix('/v1')}/mcp"
 
 
 class LimitReached(KestrlError):

@@ -129,6 +129,8 @@ class CallOutcome(StrEnum):
     """The turn ended inside the call."""
     TOOL_ERROR = "tool_error"
     """The tool refused the request with a message for the model (`ToolError`)."""
+    UNANSWERED = "unanswered"
+    """The agent, which runs its tools itself, sent no result of the call: it did not make it, or it ended with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,8 @@ class RowCheck:
         """Number of tokens of a row's prompt, or an upper bound below the context length. Raises UserInputError."""
         scenario = row.scenario
         loop = self._loops.of(scenario.agent)
-        wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if loop.uses_tools else ()
+        rendered = loop.uses_tools and not loop.writes_prompts
+        wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if rendered else ()
         names = tuple(name for name in expanded(wanted, self._environments) if name in self._tools)
         toolset = self._toolset(names)
         messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]

@@ -91,7 +91,7 @@ def _turn(episode: Episode, differs: int | None) -> tuple[int | None, str]:
     last = episode.turns[-1].index
     if episode.failure is not None and episode.failure.boundary is not Boundary.JUDGE:
         return last, "the failure came after this turn"
-    broken = next((call for call in episode.tool_calls if call.outcome is not CallOutcome.OK), None)
+    broken = next((call for call in episode.tool_calls if call.outcome in CALLS), None)
     if broken is not None:
         return broken.turn, CALLS[broken.outcome]
     cut = next((turn for turn in episode.turns if turn.finish_reason == "length"), None)

@@ -184,13 +184,12 @@ class TurnReader:
             message = f"Error: the tool call cannot be read: {call.problem or 'it names no tool'}. {form}"
             problem = CallOutcome.INVALID_JSON
         elif call.name not in schemas:
-            message = f"Error: there is no tool {call.name!r}. The tools are: {', '.join(schemas) or 'none'}."
             return Call(
                 name=call.name,
                 arguments=call.arguments,
                 raw=call.raw,
                 problem=CallOutcome.UNKNOWN_TOOL,
-                message=message,
+                message=unknown_tool(call.name, schemas),
                 id=call.id,
             )
         else:
@@ -225,6 +224,11 @@ class TurnReader:
         while start < end and not self._vocabulary.decode(ids[end - 1 : end]).strip():
             end -= 1
         return ids[start:end]
+
+
+def unknown_tool(name: str, names: Iterable[str]) -> str:
+    """The message to a model that called a tool which is not among these."""
+    return f"Error: there is no tool {name!r}. The tools are: {', '.join(names) or 'none'}."
 
 
 def _sendable(call: WrittenCall) -> WrittenCall:

@@ -35,7 +35,8 @@ def history(*messages: dict[str, Any], tools: Sequence[dict[str, Any]] = (TOOL,)
 
 
 def known(threads: Threads, asked: History, *echoes: dict[str, Any], reasoning: str | None = None) -> KnownTurn:
-    turn = KnownTurn(row=0, end=9, message=Message(role="assistant", text="", reasoning=reasoning), call_ids=())
+    message = Message(role="assistant", text="", reasoning=reasoning)
+    turn = KnownTurn(index=0, row=0, end=9, message=message, call_ids=(), places=())
     threads.add(threads.match(asked), echoes, turn)
     return turn
 

@@ -40,7 +40,7 @@ async def test_a_program_runs_an_episode(program_stage: Any, monkeypatch: pytest
         "secret": [],
         "mine": "yes",
         "config": {"depth": 2},
-        "keys": ["base_url", "config", "deadline", "key", "row"],
+        "keys": ["base_url", "config", "deadline", "key", "mcp_url", "row"],
     }
     (row,) = episode.rows
     assert sum(row.mask) == len(stage.ids("42<|im_end|>"))

@@ -52,11 +52,8 @@ def test_what_contradicts_itself_is_named_with_its_field(agent: str, problem: st
     assert any(line.startswith(problem) for line in refused(NO_TOOLS, f"agent={agent}"))
 
 
-def test_tools_that_nothing_calls_are_refused() -> None:
-    assert refused("agent={command: [agent]}") == [
-        "spec.tools: an agent by command brings tools of its own and calls none of these; remove them"
-    ]
-    parse_job(with_overrides(MANIFEST, ["agent={command: [agent], loops: {own: 'mine:Loop'}}"]))
+def test_an_agent_outside_may_have_the_jobs_tools() -> None:
+    assert parse_job(with_overrides(MANIFEST, ["agent={command: [agent]}"])).spec.tools
 
 
 def test_a_returned_reward_needs_the_worth_of_a_run_that_was_stopped() -> None:

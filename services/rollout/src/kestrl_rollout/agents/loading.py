@@ -34,6 +34,8 @@ class LoadedLoop:
     uses_tools: bool
     reads_calls: bool
     """Whether the worker parses tool calls for the loop (`Reply.calls`)."""
+    writes_prompts: bool = False
+    """Whether its prompts are its own, with the tools that it offers the model."""
     field: str = FIELD
     """The manifest field that names it, for messages."""
 

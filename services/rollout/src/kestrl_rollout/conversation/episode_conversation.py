@@ -17,9 +17,9 @@ from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Call, Completion, Endpoint, Limits, Reply, Tokenizer
 from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
 from kestrl.errors import Boundary, KestrlError, UserCodeError, encodable
-from kestrl.formats import Schemas
 from kestrl.tools import ToolSchema
 from kestrl_rollout.conversation.admission import Admission
+from kestrl_rollout.conversation.agent_calls import AgentCalls
 from kestrl_rollout.conversation.main_row import MainRow, main_row
 from kestrl_rollout.conversation.platform_code import PlatformCode
 from kestrl_rollout.conversation.row_store import Place, RowStore
@@ -30,12 +30,16 @@ from kestrl_rollout.conversation.transformers_tokenizer import TransformersToken
 from kestrl_rollout.conversation.turn_texts import TurnTexts
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
-from kestrl_rollout.gateway.sampler import ChatTurn, Server
+from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Server
 from kestrl_rollout.requests import Deadlines
 
 NOTHING_SHOWN = "(nothing is shown)"
 """User message after an action upon which the environment shows nothing."""
-TOOL_ERRORS = tuple((f"tool_errors.{outcome}", outcome) for outcome in CallOutcome if outcome is not CallOutcome.OK)
+TOOL_ERRORS = tuple(
+    (f"tool_errors.{outcome}", outcome)
+    for outcome in CallOutcome
+    if outcome not in (CallOutcome.OK, CallOutcome.UNANSWERED)
+)
 """Metric names of failed tool calls by outcome."""
 
 
@@ -96,6 +100,14 @@ class EpisodeConversation:
         self._over = False
         self.turns: list[Turn] = []
         self.tool_calls: list[ToolCall] = []
+        self.job_tools = AgentCalls(
+            self._calls,
+            offered.tools,
+            self.turns,
+            seconds=deadlines.turn,
+            check=self._check,
+            platform=self._platform,
+        )
 
     @property
     def scenario(self) -> Scenario:
@@ -119,7 +131,7 @@ class EpisodeConversation:
 
     @property
     def limit(self) -> StopReason | None:
-        return self._admission.reached
+        return self._admission.reached or self.job_tools.stop
 
     @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
@@ -196,24 +208,17 @@ class EpisodeConversation:
             self._record(place, seed, sampled, text, reasoning=reasoning)
         return sampled.completion
 
-    async def generate_chat(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        history: Sequence[Mapping[str, Json]],
-        schemas: Schemas,
-        max_tokens: int | None,
-        stops: Sequence[str],
-    ) -> ChatTurn:
+    async def generate_chat(self, call: ChatCall) -> ChatTurn:
         """Implements `kestrl_rollout.gateway.sampler.Sampler`."""
-        with self._placed_by_tokens(prompt_ids, max_tokens) as (place, seed):
-            sampled = await self._sample(place, seed, max_tokens, self._chat_model.stop_ids)
+        with self._placed_by_tokens(call.prompt_ids, call.max_tokens) as (place, seed):
+            sampled = await self._sample(place, seed, call.max_tokens, self._chat_model.stop_ids)
             with self._platform():
-                completion, stop = self._texts.cut(sampled.completion, stops)
+                completion, stop = self._texts.cut(sampled.completion, call.stops)
                 reasoning = self._texts.opens_reasoning(place.prompt)
-                parsed = self._texts.parse(completion, schemas, reasoning=reasoning)
+                parsed = self._texts.parse(completion, call.schemas, reasoning=reasoning)
             turn = self._record(place, seed, replace(sampled, completion=completion), parsed.text, reasoning=reasoning)
-        self._transcript.set_history(turn.row, history, parsed.text)
+        self._transcript.set_history(turn.row, call.history, parsed.text)
+        self.job_tools.add_turn(turn.index, parsed.calls)
         return ChatTurn(turn=turn, completion=completion, parsed=parsed, stop=stop)
 
     def beginning(self, row: int, end: int) -> Sequence[int]:
@@ -228,6 +233,7 @@ class EpisodeConversation:
         if max_tokens is not None and max_tokens < 1:
             raise UserCodeError(f"generate_tokens(max_tokens={max_tokens}): at least 1", code="bad_max_tokens")
         self._by_tokens = True
+        self.job_tools.check_open()
         prompt = list(prompt_ids)
         self._admission.check_room(len(prompt))
         seed = self._admission.seed_of_prompt(prompt)
@@ -250,10 +256,7 @@ class EpisodeConversation:
         with self._platform():
             results = await self._calls.run(calls, turn=len(self.turns) - 1, ends=self._turn_ends)
         self._check_order("call_tools()")
-        if self._calls.final:
-            self._stop = self._stop or self._admission.reached or StopReason.FINAL_TOOL
-        if self._calls.cut:
-            self._metrics["tool_results_cut"] = self._calls.cut
+        self._stop = self._stop or (self.limit if self._calls.final else None)
         for call, result in zip(calls, results, strict=True):
             self.tool_calls.append(result)
             self._messages.append(Message(role="tool", text=result.text, name=call.name, call_id=call.id))
@@ -269,8 +272,6 @@ class EpisodeConversation:
             answer = await self._calls.act(self._offered.act, text, turn=len(self.turns) - 1, ends=self._turn_ends)
         if answer.outcome is not CallOutcome.OK:
             self._metrics["invalid_actions"] = self._metrics.get("invalid_actions", 0.0) + 1.0
-        if self._calls.cut:
-            self._metrics["tool_results_cut"] = self._calls.cut
         if answer.final:
             return False
         self.append_user(answer.text or NOTHING_SHOWN)
@@ -367,6 +368,7 @@ class EpisodeConversation:
     def finish(self) -> StopReason:
         """Ends the conversation and completes the metrics; returns the stop reason."""
         self._over = True
+        self.tool_calls += self.job_tools.records()
         outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),
@@ -375,8 +377,9 @@ class EpisodeConversation:
             "forks": self._store.forks,
             "engine_retries": self._engine.retries,
             **{name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS},
+            **self.job_tools.metrics(),
         }
-        if (stop := self._stop or self._admission.reached) is not None:
+        if (stop := self._stop or self.limit) is not None:
             return stop
         main = self.main
         last = [turn for turn in self.turns if main is not None and turn.row == main.row][-1:]

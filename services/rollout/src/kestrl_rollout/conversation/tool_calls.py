@@ -64,11 +64,11 @@ class ToolCalls:
             KestrlError: A tool failed or a deadline passed.
         """
         if len(calls) == 1:
-            return [await self._run(calls[0], 0, turn, ends)]
+            return [await self.run_one(calls[0], 0, turn=turn, ends=ends)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._run(call, index, turn, ends), name=f"tool-call-{index}")
+                    tasks.create_task(self.run_one(call, index, turn=turn, ends=ends), name=f"tool-call-{index}")
                     for index, call in enumerate(calls)
                 ]
         except BaseExceptionGroup as group:
@@ -86,7 +86,18 @@ class ToolCalls:
             current.set_attribute(Attr.OUTCOME, answer.outcome)
         return replace(answer, text=self._shorten(answer.text))
 
-    async def _run(self, call: Call, index: int, turn: int, ends: float) -> ToolCall:
+    async def run_one(self, call: Call, index: int, *, turn: int, ends: float) -> ToolCall:
+        """Runs a call.
+
+        Args:
+            call: As the model wrote it.
+            index: Number of the calls of its turn before it.
+            turn: Index of the turn.
+            ends: Deadline of the turn.
+
+        Raises:
+            KestrlError: The tool failed or a deadline passed.
+        """
         started = time.monotonic()
         answer = self._refusal(call, index)
         with span(SpanName.TOOL_CALL, {Attr.TOOL_NAME: call.name, Attr.TURN: turn}) as current:

@@ -16,7 +16,7 @@ from kestrl.episode import CallOutcome
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl_rollout.gateway.chat_types import ChatReply, ChatRequest, SampledToken, SentCall, new_id
 from kestrl_rollout.gateway.fields import Refused
-from kestrl_rollout.gateway.sampler import ChatTurn, Sampler, count
+from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Sampler, count
 from kestrl_rollout.history.canonical import History, call_places
 from kestrl_rollout.history.reader import HistoryReader
 from kestrl_rollout.history.threads import ForkReason, KnownTurn, Match, Threads
@@ -58,6 +58,7 @@ class Dialogue:
             KestrlError: The engine failed, or a deadline passed.
         """
         sampler, prompt = self._sampler, self._prompt(request.history)
+        self._show_results(prompt.match)
         context = sampler.limits.context_length
         if len(prompt.ids) >= context:
             raise Refused(
@@ -68,13 +69,27 @@ class Dialogue:
         self._count_asked(request, len(prompt.ids))
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.history.tools}
         turn = await sampler.generate_chat(
-            prompt.ids,
-            history=_record(prompt.messages),
-            schemas=schemas,
-            max_tokens=request.max_tokens,
-            stops=request.stops,
+            ChatCall(
+                prompt_ids=prompt.ids,
+                history=_record(prompt.messages),
+                schemas=schemas,
+                max_tokens=request.max_tokens,
+                stops=request.stops,
+            )
         )
         return self._answer(request, prompt, turn)
+
+    def _show_results(self, match: Match) -> None:
+        """Records results of the calls of turns that were sampled here."""
+        calls: Mapping[str, int] = {}
+        turn: KnownTurn | None = None
+        for index, message in enumerate(match.history.messages):
+            if message["role"] == "assistant":
+                calls, turn = call_places(message), match.known.get(index)
+            place = calls.get(str(message.get("tool_call_id") or "")) if message["role"] == "tool" else None
+            if turn is not None and place is not None and place < len(turn.places):
+                failed = bool(message.get("is_error"))
+                self._sampler.job_tools.show(turn.index, turn.places[place], message["content"], failed=failed)
 
     def _count_asked(self, request: ChatRequest, prompt_tokens: int) -> None:
         limits, metrics = self._sampler.limits, self._sampler.metrics
@@ -131,8 +146,9 @@ class Dialogue:
     def _answer(self, request: ChatRequest, prompt: _Prompt, sampled: ChatTurn) -> ChatReply:
         completion, parsed, turn = sampled.completion, sampled.parsed, sampled.turn
         offered = bool(request.history.tools)
-        sent = [call for call in parsed.calls if offered and _is_readable(call)]
-        unread = [call.raw for call in parsed.calls if not (offered and _is_readable(call))]
+        places = [place for place, call in enumerate(parsed.calls) if offered and _is_readable(call)]
+        sent = [parsed.calls[place] for place in places]
+        unread = [call.raw for place, call in enumerate(parsed.calls) if place not in places]
         if unread:
             count(self._sampler.metrics, "calls_sent_as_text", len(unread))
         content = "\n".join(text for text in (parsed.content, *unread) if text)
@@ -143,7 +159,15 @@ class Dialogue:
             for call in sent
         ]
         extends = prompt.match.turn is not None and prompt.match.turn.row == turn.row
-        self._keep(prompt, turn.row, turn.end, parsed.message, sent, calls, content, sampled.stop)
+        known = KnownTurn(
+            index=turn.index,
+            row=turn.row,
+            end=turn.end,
+            message=parsed.message,
+            call_ids=[call.id for call in sent],
+            places=places,
+        )
+        self._keep(prompt, known, calls, [content, content + sampled.stop])
         decode = self._chat_model.vocabulary.decode
         return ChatReply(
             content=content,
@@ -160,28 +184,24 @@ class Dialogue:
             cached_tokens=prompt.match.turn.end if extends and prompt.match.turn else 0,
         )
 
-    def _keep(
-        self,
-        prompt: _Prompt,
-        row: int,
-        end: int,
-        message: Message,
-        sent: Sequence[Call],
-        calls: Sequence[SentCall],
-        content: str,
-        stop: str,
-    ) -> None:
-        """Remembers a turn, and counts a fork with its price: the tokens that are context once more."""
-        if row not in self._rows and self._rows:
+    def _keep(self, prompt: _Prompt, turn: KnownTurn, calls: Sequence[SentCall], contents: Sequence[str]) -> None:
+        """Remembers a turn, and counts a fork with its price: the tokens that are context once more.
+
+        Args:
+            prompt: Its prompt.
+            turn: The turn.
+            calls: Its calls as they were sent.
+            contents: Texts as which a client may send it back.
+        """
+        if turn.row not in self._rows and self._rows:
             # Where nothing was known when the call came, another that came with it has begun the first row since.
             reason = prompt.reason or self._threads.reason(prompt.match) or ForkReason.RESAMPLED
             count(self._sampler.metrics, f"forks.{reason}")
             count(self._sampler.metrics, f"fork_tokens.{reason}", len(prompt.ids))
             event(EventName.FORK, {Attr.FORK_REASON: reason, Attr.INPUT_TOKENS: len(prompt.ids)})
-        self._rows.add(row)
+        self._rows.add(turn.row)
         called = [{"id": call.id, "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-        echoes = [{"role": "assistant", "content": text, "tool_calls": called} for text in {content, content + stop}]
-        turn = KnownTurn(row=row, end=end, message=message, call_ids=[call.id for call in sent])
+        echoes = [{"role": "assistant", "content": text, "tool_calls": called} for text in dict.fromkeys(contents)]
         self._threads.add(prompt.match, echoes, turn)
 
 

@@ -115,7 +115,8 @@ def _messages(said: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
             case "tool_result" if role == "user":
                 text = text_of(block.get("content"), f"{field}.content")
                 call_id = string(block.get("tool_use_id"), f"{field}.tool_use_id")
-                results.append({"role": "tool", "content": text, "tool_call_id": call_id})
+                failed = {"is_error": True} if block.get("is_error") is True else {}
+                results.append({"role": "tool", "content": text, "tool_call_id": call_id, **failed})
             case "thinking" | "redacted_thinking" if role == "assistant":
                 thoughts.append(string(block.get("thinking"), f"{field}.thinking"))
             case _:

@@ -83,6 +83,18 @@ class Opened:
             if not running.clients:
                 running.task.cancel()  # no effect on one that is done
 
+    async def complete(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        """Does work to its end, also where its client goes away: what a tool has done cannot be taken back."""
+        task = asyncio.get_running_loop().create_task(work, context=self.context.copy())
+        self.tasks.add(task)
+        task.add_done_callback(self._completed)
+        return await asyncio.shield(task)
+
+    def _completed(self, task: asyncio.Task[bytes]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved also where no client waits for it
+
     def _done(self, key: bytes, task: asyncio.Task[bytes]) -> None:
         self.tasks.discard(task)
         running = self.running.get(key)

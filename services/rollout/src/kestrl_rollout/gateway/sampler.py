@@ -9,11 +9,27 @@ from typing import Any, Protocol
 
 from kestrl._shared.text.parser import Parsed
 from kestrl.agents import Completion, Endpoint, Limits
-from kestrl.episode import Json, Turn
+from kestrl.episode import Json, ToolCall, Turn
 from kestrl.formats import Schemas
+from kestrl.tools import ToolSchema
 
 REFUSED = "refused."
 """Beginning of the metrics that count requests that a client had to change, by code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A call of a client that owns no tokens."""
+
+    prompt_ids: Sequence[int]
+    history: Sequence[Mapping[str, Json]]
+    """What the prompt says, for the record."""
+    schemas: Schemas
+    """Schemas of the tools that the client offers."""
+    max_tokens: int | None
+    """Largest number of tokens that the client wants."""
+    stops: Sequence[str]
+    """Strings that end the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +43,32 @@ class ChatTurn:
     """The stop string that ended it, which is the end of its text; empty for none."""
 
 
+class JobTools(Protocol):
+    """The job's tools for an agent, and the record of its calls."""
+
+    @property
+    def schemas(self) -> Sequence[ToolSchema]: ...
+    def show(self, turn: int, place: int, text: str, *, failed: bool) -> None:
+        """Records the result of a call as the agent sent it to the model.
+
+        Args:
+            turn: Index of the turn.
+            place: Place of the call in it.
+            text: The result.
+            failed: Whether the agent says that the call failed.
+        """
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Json]) -> ToolCall:
+        """Calls a tool of the job.
+
+        Raises:
+            LimitReached: A tool has ended the episode.
+            KestrlError: The tool failed or a deadline passed.
+        """
+        ...
+
+
 class Sampler(Protocol):
     """What samples for an episode: its conversation."""
 
@@ -34,27 +76,14 @@ class Sampler(Protocol):
     def metrics(self) -> MutableMapping[str, float]: ...
     @property
     def limits(self) -> Limits: ...
+    @property
+    def job_tools(self) -> JobTools: ...
     async def generate_tokens(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion: ...
 
-    async def generate_chat(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        history: Sequence[Mapping[str, Json]],
-        schemas: Schemas,
-        max_tokens: int | None,
-        stops: Sequence[str],
-    ) -> ChatTurn:
+    async def generate_chat(self, call: ChatCall) -> ChatTurn:
         """Samples a turn behind a prompt, and parses it.
-
-        Args:
-            prompt_ids: The prompt.
-            history: What the prompt says, for the record.
-            schemas: Schemas of the tools that the client offers.
-            max_tokens: Largest number of tokens that the client wants.
-            stops: Strings that end the turn.
 
         Raises:
             LimitReached: A limit of the episode leaves no token.

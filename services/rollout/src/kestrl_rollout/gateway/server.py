@@ -18,6 +18,7 @@ from aiohttp import web
 from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Endpoint
 from kestrl.errors import KestrlError
+from kestrl_rollout.gateway import mcp
 from kestrl_rollout.gateway.chat_types import new_id
 from kestrl_rollout.gateway.dialogue import Dialogue
 from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, RESPONSES, Face
@@ -36,7 +37,7 @@ REMEMBERED = 4096
 """Episodes that have ended and are still known, so that a late call learns of it."""
 GENERATE = "inference/v1/generate"
 COUNT = "/count_tokens"
-SERVED = (GENERATE, *FACES, f"v1/messages{COUNT}")
+SERVED = (GENERATE, *FACES, f"v1/messages{COUNT}", mcp.PATH)
 """Paths behind that of an episode to which calls are posted."""
 
 
@@ -114,6 +115,8 @@ class Gateway:
         route = (request.method, path)
         if route == ("GET", "v1/models"):
             return web.json_response(_models(opened))
+        if path == mcp.PATH and request.method != "POST":
+            return web.Response(status=405, headers={"allow": "POST"})  # there are no sessions, and no stream of them
         if request.method != "POST" or path not in SERVED:
             served = ", ".join(f"POST /e/<episode>/{each}" for each in SERVED)
             message = f"{request.method} {request.path} is not served; GET /e/<episode>/v1/models, {served} are"
@@ -130,6 +133,8 @@ class Gateway:
         try:
             if path == GENERATE:
                 return _json(await self._answer(opened, request, body, lambda: self._sample(opened, body)))
+            if path == mcp.PATH:
+                return await self._tool_call(opened, body)
             return await self._chat(opened, request, body, face)
         except (Refused, KestrlError, asyncio.CancelledError) as error:
             task = asyncio.current_task()
@@ -148,6 +153,21 @@ class Gateway:
     ) -> bytes:
         retry = request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         return await opened.answer(request.path.encode() + b"\n" + body, retry=retry, work=work)
+
+    async def _tool_call(self, opened: Opened, body: bytes) -> web.Response:
+        tools = opened.sampler.job_tools
+        request = mcp.read(body, tools.schemas)
+        if isinstance(request, mcp.Answer):
+            content = b"" if request.body is None else mcp.written(request.body)
+            return web.Response(status=request.status, body=content, content_type="application/json")
+
+        async def work() -> bytes:
+            try:
+                return mcp.written(mcp.answered(request, await tools.call(request.name, request.arguments)))
+            except KestrlError as error:
+                return mcp.written(mcp.failed(request, problem_of(error)))
+
+        return _json(await opened.complete(work()))
 
     async def _sample(self, opened: Opened, body: bytes) -> bytes:
         limits, metrics = opened.sampler.limits, opened.sampler.metrics

@@ -41,12 +41,15 @@ class ForkReason(StrEnum):
 class KnownTurn:
     """A turn that was sampled in this episode."""
 
+    index: int
     row: int
     end: int
     """Length of its row behind it."""
     message: Message
     call_ids: Sequence[str]
     """Ids that the model gave its calls, if any."""
+    places: Sequence[int]
+    """Places, among all calls of the turn, of those that the client has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,7 @@ def episode_variables(request: RunRequest) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "KESTRL_BASE_URL": base_url,
         "KESTRL_API_KEY": key,
+        "KESTRL_MCP_URL": request.mcp_url,
         "KESTRL_DEADLINE": f"{request.deadline:.3f}",
     }
 

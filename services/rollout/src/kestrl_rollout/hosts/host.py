@@ -24,6 +24,7 @@ class RunRequest:
     row: Mapping[str, Any]
     base_url: str
     key: str
+    mcp_url: str
     deadline: float
     """Unix seconds."""
     config: Mapping[str, Any]

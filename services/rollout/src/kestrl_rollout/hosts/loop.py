@@ -43,6 +43,7 @@ class HostLoop:
                 row=row_of(conversation.scenario),
                 base_url=endpoint.base_url,
                 key=endpoint.api_key,
+                mcp_url=endpoint.mcp_url,
                 deadline=conversation.deadline,
                 config=self._config,
             )

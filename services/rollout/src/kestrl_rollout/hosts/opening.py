@@ -77,6 +77,12 @@ async def with_outside_agent(
             stopped_reward=agent.stopped_reward,
         )
         outside = LoadedLoop(
-            run=loop.run, name=host.name, field=host.field, built_in=False, uses_tools=False, reads_calls=False
+            run=loop.run,
+            name=host.name,
+            field=host.field,
+            built_in=False,
+            uses_tools=True,
+            reads_calls=False,
+            writes_prompts=True,
         )
         yield replace(loops, default=outside)

@@ -156,6 +156,7 @@ class _Process:
                 "row": request.row,
                 "base_url": request.base_url,
                 "key": request.key,
+                "mcp_url": request.mcp_url,
                 "deadline": request.deadline,
             }
         )

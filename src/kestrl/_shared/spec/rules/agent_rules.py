@@ -28,10 +28,6 @@ def agent_problems(spec: JobSpec) -> Iterator[Problem]:
     for variable in agent.env:
         if variable.startswith(RESERVED_VARIABLE):
             yield Problem(f"spec.agent.env.{variable}", "is set for every episode by the worker; remove it")
-    if agent.outside and spec.tools and not agent.loops:
-        yield Problem(
-            "spec.tools", f"an agent by {agent.outside} brings tools of its own and calls none of these; remove them"
-        )
     if agent.outside and spec.environment is not None:
         yield Problem(
             "spec.environment", f"an agent by {agent.outside} brings its own task and steps; remove one of the two"

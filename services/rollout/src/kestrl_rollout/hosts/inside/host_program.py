@@ -1,9 +1,9 @@
 """Runs the episodes of a function of the user's: `python host_program.py FD`.
 
 FD is a socket to the worker; messages are JSON, one a line. The first has the settings, and is answered with `ready` or
-`refused`. Then `{"id": 1, "row": ..., "base_url": ..., "key": ..., "deadline": ...}` starts an episode and
-`{"cancel": 1}` ends one. An episode is answered once, with `result`, `error` or `invalid`; a cancellation at once, with
-`cancelled` and whether a thread runs on.
+`refused`. Then `{"id": 1, "row": ..., "base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode
+and `{"cancel": 1}` ends one. An episode is answered once, with `result`, `error` or `invalid`; a cancellation at once,
+with `cancelled` and whether a thread runs on.
 
 It needs the standard library alone, since its interpreter may have nothing else.
 """
@@ -24,6 +24,8 @@ from typing import Any
 MAX_LINE = 64 * 1024 * 1024
 MAX_RESULT = 4 * 1024 * 1024
 MAX_TEXT = 500
+FURTHER = ("mcp_url",)
+"""Keyword arguments for functions that have such a parameter."""
 
 
 class Refused(Exception):
@@ -50,12 +52,19 @@ def load(path: str, config: dict[str, Any]) -> Any:
         except BaseException as error:
             raise Refused(f"{path} cannot be constructed with its config: {described(error)}") from error
     try:
-        inspect.signature(function).bind("row", "base_url", "key", "deadline", **config)
+        further = {name: name for name in FURTHER if takes(function, name)}
+        inspect.signature(function).bind("row", "base_url", "key", "deadline", **{**further, **config})
     except (TypeError, ValueError) as error:
         raise Refused(
             f"{path} cannot be called with (row, base_url, key, deadline) and its config as keyword arguments: {error}"
         ) from error
     return functools.partial(function, **config)
+
+
+def takes(function: Any, name: str) -> bool:
+    """Whether a function has a parameter of this name."""
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def described(error: BaseException) -> str:
@@ -99,6 +108,7 @@ class Host:
 
     def __init__(self, run: Any, writer: asyncio.StreamWriter) -> None:
         self._run, self._writer = run, writer
+        self._further = [name for name in FURTHER if takes(run, name) and name not in run.keywords]
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._threads: set[int] = set()
@@ -119,12 +129,15 @@ class Host:
         arguments = (message["row"], message["base_url"], message["key"], message["deadline"])
         self._threads.add(number)
         # A thread of its own for each: a pool would make episodes wait for each other.
-        threading.Thread(target=self._call, args=(number, arguments), name=f"episode-{number}", daemon=True).start()
+        further = {name: message[name] for name in self._further}
+        threading.Thread(
+            target=self._call, args=(number, arguments, further), name=f"episode-{number}", daemon=True
+        ).start()
 
-    def _call(self, number: int, arguments: Any) -> None:
+    def _call(self, number: int, arguments: Any, further: dict[str, Any]) -> None:
         """Calls the function in a thread; what it returns to await is awaited in the loop."""
         try:
-            returned = self._run(*arguments)
+            returned = self._run(*arguments, **further)
         except BaseException as error:  # noqa: BLE001 - SystemExit included: it is this episode's alone
             answer: Any = error_of(error)
         else:

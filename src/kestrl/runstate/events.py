@@ -13,7 +13,7 @@ from typing import Literal
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure
 from kestrl.runstate.gathering import Gathering
-from kestrl.runstate.history import History, LearningCounts, Means, Mismatch, Stale, StepCounts, ToolCounts
+from kestrl.runstate.history import History, LastStep, LearningCounts, Means, Mismatch, Stale, StepCounts, ToolCounts
 from kestrl.runstate.part import Part
 from kestrl.runstate.state import (
     BUILDS,
@@ -21,7 +21,6 @@ from kestrl.runstate.state import (
     EngineFleet,
     EngineReport,
     Gauges,
-    LastStep,
     Learning,
     NewestPolicy,
     RunState,
@@ -288,7 +287,7 @@ class StepFinished(RunEvent):
                 done=self.step, total=state.steps.total, equal_rewards=state.steps.equal_rewards + 1 if equal else 0
             ),
             last_step=self.took,
-            history=state.history.but(learning=state.history.learning.with_step(self.counts)),
+            history=state.history.with_step(self.counts, self.took),
         )
 
 

@@ -53,6 +53,15 @@ class StepCounts(Part):
     """Share of clipped tokens of the step's only update; None with several updates, or without clipping."""
 
 
+class LastStep(Part):
+    """What the last step took and gave."""
+
+    tokens_per_second: float = 0.0
+    episodes_per_second: float = 0.0
+    eta_seconds: float = 0.0
+    """Estimated time to the end of the run; 0 if unknown."""
+
+
 class LearningCounts(Part):
     """Counts over the steps of a run."""
 
@@ -170,3 +179,8 @@ class History(Part):
     """Rows whose prompts leave no room in the context."""
     stale: Stale = Stale()
     tools: ToolCounts = ToolCounts()
+
+    def with_step(self, counts: StepCounts, took: LastStep) -> History:
+        """The history with one more step."""
+        del took
+        return self.but(learning=self.learning.with_step(counts))

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure
 from kestrl.runstate.gathering import Gathering
-from kestrl.runstate.history import History, Stale
+from kestrl.runstate.history import History, LastStep, Stale
 from kestrl.runstate.part import Part
 from kestrl.runstate.states import RunPhase, ServingState
 from kestrl.runstate.versioned import Versioned
@@ -134,15 +134,6 @@ class EngineFleet(Part):
     """In the job's order; empty before the engines are contacted and after the end of the run."""
     builds: tuple[EngineBuild, ...] = ()
     """Builds that have verified a version in this run, the first `BUILDS` of them."""
-
-
-class LastStep(Part):
-    """What the last step took and gave."""
-
-    tokens_per_second: float = 0.0
-    episodes_per_second: float = 0.0
-    eta_seconds: float = 0.0
-    """Estimated time to the end of the run; 0 if unknown."""
 
 
 class Learning(Part):

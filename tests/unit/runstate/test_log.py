@@ -15,9 +15,9 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, UserInputError
 from kestrl.runstate import events
-from kestrl.runstate.history import History, Mismatch, StepCounts, ToolCounts
+from kestrl.runstate.history import History, LastStep, Mismatch, StepCounts, ToolCounts
 from kestrl.runstate.log import KINDS, Entry, Event, reduced
-from kestrl.runstate.state import Activity, EngineReport, Gauges, LastStep, Learning, RunState, StoreAccess
+from kestrl.runstate.state import Activity, EngineReport, Gauges, Learning, RunState, StoreAccess
 from kestrl.runstate.states import RunPhase, ServingState
 from kestrl.tools import SandboxInUse
 

@@ -22,8 +22,8 @@ from kestrl.runstate.events import (
     StepFinished,
     StorageRefused,
 )
-from kestrl.runstate.history import Mismatch
-from kestrl.runstate.state import WINDOW_STEPS, LastStep
+from kestrl.runstate.history import LastStep, Mismatch
+from kestrl.runstate.state import WINDOW_STEPS
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout
 from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, StoredGroup, TrainedTokens

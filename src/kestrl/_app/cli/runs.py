@@ -20,7 +20,7 @@ from rich.text import Text
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
 from kestrl._app.local.observation import observe
-from kestrl._app.local.progress import builds_words, clock, means_line, step_words
+from kestrl._app.local.progress import clock, detail_lines, means_line, step_words
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
 from kestrl.errors import KestrlError, UserInputError
@@ -75,12 +75,8 @@ def status(
 
 def _print_state(state: RunState, *, alive: bool) -> None:
     console.print(safe_line(f"{step_words(state)}  {means_line(state.means)}"), markup=False)
-    version = "none yet" if state.policy.version is None else state.policy.version.name
-    console.print(f"policy {version} proved {state.engines.verified}/{state.engines.total}", markup=False)
-    if builds := builds_words(state):
-        console.print(safe_line(f"engines, and what named their policies: {builds}"), markup=False)
-    for name, used in sorted(state.tools.sandboxes.items()):
-        console.print(safe_line(f"sandbox of {name}: {used}"), markup=False, highlight=False)
+    for line in detail_lines(state):
+        console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
     if alive and state.last_step.eta_seconds:
         console.print(f"{clock(state.last_step.eta_seconds)} to go")
     if alive and state.storage.wait:

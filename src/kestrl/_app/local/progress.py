@@ -40,6 +40,16 @@ def builds_words(state: RunState) -> str:
     return ", ".join(f"{build.engine} {build.version} ({build.witness})" for build in state.engines.builds)
 
 
+def detail_lines(state: RunState) -> list[str]:
+    """Facts of a run that `kestrl status` shows, one a line."""
+    version = "none yet" if state.policy.version is None else state.policy.version.name
+    lines = [f"policy {version} proved {state.engines.verified}/{state.engines.total}"]
+    if builds := builds_words(state):
+        lines.append(f"engines, and what named their policies: {builds}")
+    lines += [f"sandbox of {name}: {used}" for name, used in sorted(state.tools.sandboxes.items())]
+    return lines
+
+
 def warnings(state: RunState) -> list[str]:
     """What is wrong with a run that goes on."""
     lines = [f"waiting: {state.storage.wait}"] if state.storage.wait else []

@@ -20,14 +20,13 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import failure_from_proto, failure_to_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.runstate.gathering import Gathering
-from kestrl.runstate.history import History
+from kestrl.runstate.history import History, LastStep
 from kestrl.runstate.state import (
     WINDOW_STEPS,
     Activity,
     EngineFleet,
     EngineReport,
     Gauges,
-    LastStep,
     Learning,
     NewestPolicy,
     RunState,

@@ -15,7 +15,7 @@ from kestrl._shared.spec.job import KIND, JobSpec
 from kestrl._shared.spec.rules.crd_rules import PLACED_RULES, SFT_RULES, Rules, rule
 from kestrl._shared.spec.scalars import format_duration
 from kestrl._shared.spec.sft import SFT_KIND, SFTSpec
-from kestrl._shared.spec.status import JobStatus, SFTJobStatus
+from kestrl._shared.spec.status import JobStatus, SFTJobStatus, shown_columns
 
 GROUP, VERSION = "kestrl.dev", "v1alpha1"
 PLURAL, SINGULAR, SHORT = "agentrljobs", "agentrljob", "arlj"
@@ -29,20 +29,13 @@ KEPT = (
     "format", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 )  # fmt: skip
 """Keywords with the same meaning in both schema dialects."""
-COLUMNS = (
-    ("Phase", "string", ".status.shown.phase"),
-    ("Step", "string", ".status.shown.step"),
-    ("Policy", "string", ".status.shown.policy"),
-    ("Converged", "string", ".status.shown.converged"),
-    ("Lag", "integer", ".status.shown.lag"),
-    ("Reward", "string", ".status.shown.reward"),
-    ("Age", "date", ".metadata.creationTimestamp"),
-)
+AGE = ("Age", "date", ".metadata.creationTimestamp")
+COLUMNS = (*((name.capitalize(), kind, f".status.shown.{name}") for name, kind in shown_columns()), AGE)
 SFT_COLUMNS = (
     ("Phase", "string", ".status.shown.phase"),
     ("Result", "string", ".status.result.uri"),
     ("Restarts", "integer", ".status.restarts"),
-    ("Age", "date", ".metadata.creationTimestamp"),
+    AGE,
 )
 
 

@@ -98,7 +98,7 @@ class ProgressStatus(Model):
 
 
 class Shown(Model):
-    """Columns of `kubectl get`, derived from other fields."""
+    """Columns of `kubectl get`, derived from other fields, in this order."""
 
     phase: str = ""
     step: str = ""
@@ -110,6 +110,11 @@ class Shown(Model):
     lag: int | None = None
     """Lag of the slowest engine in steps, of those that have verified a version; absent if none has."""
     reward: str = ""
+
+
+def shown_columns() -> list[tuple[str, str]]:
+    """Name and JSON type of each column of `kubectl get`."""
+    return [(name, "string" if field.annotation is str else "integer") for name, field in Shown.model_fields.items()]
 
 
 class JobStatus(Model):

@@ -28,8 +28,8 @@ from kestrl.runstate.events import (
     StepsPlanned,
     StorageAwaited,
 )
-from kestrl.runstate.history import StepCounts
-from kestrl.runstate.state import EngineBuild, LastStep, Learning, RunState
+from kestrl.runstate.history import LastStep, StepCounts
+from kestrl.runstate.state import EngineBuild, Learning, RunState
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work

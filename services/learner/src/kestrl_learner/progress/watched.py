@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kestrl.runstate.gathering import Gathering
-from kestrl.runstate.history import History, Stale
-from kestrl.runstate.state import Gauges, LastStep, RunState, StoreAccess
+from kestrl.runstate.history import History, LastStep, Stale
+from kestrl.runstate.state import Gauges, RunState, StoreAccess
 
 
 def standing(state: RunState) -> RunState:

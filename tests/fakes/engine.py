@@ -108,6 +108,7 @@ class FakeEngine:
     prompts: list[Prompt] = field(default_factory=list[Prompt])
     """Every generate request received, in order."""
     healthy: bool = True
+    health_headers: dict[str, str] = field(default_factory=dict[str, str])
     version: str = "0.32.0"
     port: int = 0
     _runner: web.AppRunner | None = None
@@ -290,7 +291,7 @@ class FakeEngine:
         return web.json_response({"version": self.version})
 
     async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy else 503, headers=self.health_headers)
 
 
 def _prompt_logprobs(prompt: Prompt, scores: Sequence[float]) -> list[dict[str, Any] | None]:

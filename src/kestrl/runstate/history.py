@@ -6,6 +6,7 @@ Checkpoints hold it beside the weights that it describes, so that a resumed run 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -53,6 +54,57 @@ class StepCounts(Part):
     """Share of clipped tokens of the step's only update; None with several updates, or without clipping."""
 
 
+class IdleTime(Part):
+    """How long the learner and the engines stood idle in steps, and why; docs/operations.md has the definitions."""
+
+    seconds: float = 0.0
+    """Length of the steps, each from the end of the one before."""
+    learner: dict[str, float] = Field(default_factory=dict[str, float])
+    """Seconds by what the learner waited for: `groups`, `policy` or `evaluation`."""
+    engine_seconds: float = 0.0
+    """Seconds of all engines for which they have said whether they were idle."""
+    engines: dict[str, float] = Field(default_factory=dict[str, float])
+    """Seconds of these without a request by the reason: `update`, `work` or `tools`."""
+
+    @property
+    def learner_share(self) -> float | None:
+        """Share of the time in which the learner waited; None before the first step."""
+        return sum(self.learner.values()) / self.seconds if self.seconds else None
+
+    @property
+    def engine_share(self) -> float | None:
+        """Share of the engines' time without a request; None if no engine has said so."""
+        return sum(self.engines.values()) / self.engine_seconds if self.engine_seconds else None
+
+    def plus(self, other: IdleTime) -> IdleTime:
+        """The sums of both."""
+        return IdleTime(
+            seconds=self.seconds + other.seconds,
+            learner=_sums(self.learner, other.learner),
+            engine_seconds=self.engine_seconds + other.engine_seconds,
+            engines=_sums(self.engines, other.engines),
+        )
+
+    def shares(self) -> str:
+        """Learner and engines as in `41%/55%`, with a `-` for what is not known; empty before the first step."""
+        if self.learner_share is None:
+            return ""
+        return f"{self.learner_share:.0%}/{'-' if self.engine_share is None else f'{self.engine_share:.0%}'}"
+
+    def facts(self) -> dict[str, Any]:
+        """The seconds as in the record of a step."""
+        return {
+            "seconds": round(self.seconds, SECONDS_DIGITS),
+            "learner": {name: round(seconds, SECONDS_DIGITS) for name, seconds in sorted(self.learner.items())},
+            "engine_seconds": round(self.engine_seconds, SECONDS_DIGITS),
+            "engines": {name: round(seconds, SECONDS_DIGITS) for name, seconds in sorted(self.engines.items())},
+        }
+
+
+def _sums(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in sorted({*first, *second})}
+
+
 class LastStep(Part):
     """What the last step took and gave."""
 
@@ -60,6 +112,7 @@ class LastStep(Part):
     episodes_per_second: float = 0.0
     eta_seconds: float = 0.0
     """Estimated time to the end of the run; 0 if unknown."""
+    idle: IdleTime = IdleTime()
 
 
 class LearningCounts(Part):
@@ -179,8 +232,8 @@ class History(Part):
     """Rows whose prompts leave no room in the context."""
     stale: Stale = Stale()
     tools: ToolCounts = ToolCounts()
+    idle: IdleTime = IdleTime()
 
     def with_step(self, counts: StepCounts, took: LastStep) -> History:
         """The history with one more step."""
-        del took
-        return self.but(learning=self.learning.with_step(counts))
+        return self.but(learning=self.learning.with_step(counts), idle=self.idle.plus(took.idle))

@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kestrl._shared.plan.engines import ROUTES, routes
 from kestrl.engines.vllm import Vllm
 from kestrl_inference.inside import guard
-from kestrl_inference.inside.guard import ControlGuard
+from kestrl_inference.inside.guard import IDLE_HEADER, ControlGuard, IdleCount
 
 DATA, CONTROL = "the-data-key", "the-control-key"
 
@@ -23,9 +24,12 @@ class Server:
 
     def __init__(self) -> None:
         self.reached: list[str] = []
+        self.fails = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.reached.append(scope.get("path", scope["type"]))
+        if self.fails:
+            raise RuntimeError("the engine is gone")
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"{}"})
@@ -170,3 +174,51 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
+
+
+def test_seconds_without_a_request_are_counted_by_a_scripted_clock() -> None:
+    now = 100.0
+    count = IdleCount(lambda: now)
+
+    def counted() -> list[float]:
+        return [float(part) for part in count.header()[1].split()]
+
+    now = 103.0
+    assert counted() == [3.0, 3.0]
+    count.begin()
+    now = 105.0
+    count.begin()
+    now = 106.0
+    count.end()
+    assert counted() == [3.0, 6.0], "one of two requests goes on"
+    now = 108.0
+    count.end()
+    now = 112.0
+    assert counted() == [7.0, 12.0]
+
+
+async def test_the_agent_alone_gets_the_idle_time_and_a_failing_request_ends(
+    server: Server, guarded: ControlGuard
+) -> None:
+    started: list[Any] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            started.append(dict(message["headers"]).get(IDLE_HEADER))
+
+    async def requested(path: str, method: str, *headers: tuple[bytes, bytes]) -> None:
+        await guarded({"type": "http", "method": method, "path": path, "headers": list(headers)}, None, send)  # type: ignore[arg-type]
+
+    await requested("/health", "GET")
+    assert started == [None]
+    server.fails = True
+    with pytest.raises(RuntimeError):
+        await requested(*reversed(GENERATE), key(DATA))
+    server.fails = False
+    before = time.monotonic()
+    await requested("/health", "GET", key(CONTROL))
+    while time.monotonic() - before < 0.01:
+        pass  # the header has milliseconds
+    await requested("/health", "GET", key(CONTROL))
+    first, second = (float(header.split()[0]) for header in started[1:])
+    assert second > first, "a request that never ends would stop the count"

@@ -9,7 +9,7 @@ import pytest
 
 from kestrl.api.inference.v1 import inference_pb2
 from kestrl.errors import EngineFailure, FailureError
-from kestrl_inference.engine import Pulse
+from kestrl_inference.engine import IdleSeconds, Pulse
 from kestrl_inference.servicer import patience
 from kestrl_inference.watch import came_back
 
@@ -251,3 +251,29 @@ async def test_an_engine_that_fails_while_it_is_cleared_is_retried(make_stage: A
     stage.engine.control_key = "the control key"
     await stage.look()
     assert await stage.state() == "READY"
+
+
+@pytest.mark.parametrize(
+    ("header", "idle"),
+    [
+        ("3.500 8.000", IdleSeconds(3.5, 8.0)),
+        ("0.000 0.000", IdleSeconds(0.0, 0.0)),
+        (None, None),
+        ("", None),
+        ("3.5", None),
+        ("9.0 8.0", None),
+        ("-1.0 8.0", None),
+        ("nan 8.0", None),
+        ("1.0 inf", None),
+    ],
+)
+async def test_idle_time_of_the_engine_is_passed_on_if_it_says_it(
+    make_stage: Any, header: str | None, idle: IdleSeconds | None
+) -> None:
+    stage = await make_stage()
+    stage.engine.health_headers = {} if header is None else {"x-kestrl-idle": header}
+    await stage.look()
+    assert stage.watch.idle == idle
+    answer = await stage.seen()
+    assert answer.HasField("idle") is (idle is not None)
+    assert idle is None or (answer.idle.idle, answer.idle.observed) == idle

@@ -235,4 +235,5 @@ def _shown(status: JobStatus, conditions: list[Condition], live: LearnerReport |
         else f"{live.verified}/{live.state.engines.total}",
         lag=max((engine.lag for engine in status.engines if engine.lag is not None), default=None),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
+        idle="" if live is None else live.state.last_step.idle.shares(),
     )

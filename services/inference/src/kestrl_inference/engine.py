@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 
@@ -17,6 +17,7 @@ from kestrl._shared.telemetry import trace_headers
 from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
+from kestrl_inference.inside.guard import IDLE_HEADER
 
 Read = TypeVar("Read")
 SEED = 7
@@ -38,6 +39,23 @@ class EngineRefused(EngineFailure):
         self.status, self.answer = status, answer
 
 
+class IdleSeconds(NamedTuple):
+    """Seconds without a request, as an engine's guard counts them."""
+
+    idle: float
+    observed: float
+    """Seconds since the server's start."""
+
+
+def idle_seconds(header: str | None) -> IdleSeconds | None:
+    """The count in the guard's header; None without one, or if it is malformed."""
+    try:
+        idle, observed = map(float, (header or "").split())
+    except ValueError:
+        return None
+    return IdleSeconds(idle, observed) if 0 <= idle <= observed < math.inf else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """Result of a health check."""
@@ -50,6 +68,8 @@ class Pulse:
     reason: str = ""
     """Why the engine is not healthy."""
     load: Load = field(default_factory=Load)
+    idle: IdleSeconds | None = None
+    """None if the engine's server does not count them."""
 
 
 class Engine:
@@ -77,8 +97,8 @@ class Engine:
         """Body of the answer to one request; raises what `_answer` does."""
         return (await self._answer(request, seconds=seconds))[0]
 
-    async def _answer(self, request: Request, *, seconds: float | None = None) -> tuple[bytes, str | None]:
-        """Sends one request; returns the answer's body, and the policy that the guard stamped on it.
+    async def _answer(self, request: Request, *, seconds: float | None = None) -> tuple[bytes, Mapping[str, str]]:
+        """Sends one request; returns the answer's body and headers.
 
         Raises:
             EngineRefused: An answer other than 2xx.
@@ -99,7 +119,7 @@ class Engine:
                     excerpt = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
                     message = f"{what}: {response.status}: {excerpt}"
                     raise EngineRefused(response.status, message, content)
-                return content, response.headers.get(POLICY_HEADER)
+                return content, response.headers
         except TimeoutError as error:
             raise EngineFailure(f"{what}: no answer in {limit:g} s", code="engine_deadline") from error
         except aiohttp.ClientError as error:
@@ -108,12 +128,13 @@ class Engine:
     async def look(self) -> Pulse:
         """Checks health, start time and loaded adapters; does not raise if the engine is down."""
         try:
-            await self._call(self.dialect.health, seconds=CHECK_SECONDS)
+            _, headers = await self._answer(self.dialect.health, seconds=CHECK_SECONDS)
             adapters = await self.adapters(seconds=CHECK_SECONDS)
             metrics = await self._metrics()
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
-        return Pulse(healthy=True, born=metrics.born, adapters=frozenset(adapters), load=metrics.load)
+        idle = idle_seconds(headers.get(IDLE_HEADER.decode()))
+        return Pulse(healthy=True, born=metrics.born, adapters=frozenset(adapters), load=metrics.load, idle=idle)
 
     async def _metrics(self) -> Metrics:
         try:
@@ -158,7 +179,7 @@ class Engine:
             EngineFailure: The answer has an unknown form or names another policy (code `engine_nonsense`). The message
                 has the engine's version and the field.
         """
-        answer, stamped = await self._answer(
+        answer, headers = await self._answer(
             self.dialect.generate(
                 Generate(
                     id=f"proof/{model}",
@@ -172,7 +193,7 @@ class Engine:
             )
         )
         try:
-            generated = _read(lambda: self.dialect.read_generated(answer, stamped))
+            generated = _read(lambda: self.dialect.read_generated(answer, headers.get(POLICY_HEADER)))
             problem = _unfit(model, generated)
         except EngineFailure as error:
             problem = str(error)

@@ -29,4 +29,5 @@ def observe_engine(watch: Watch, adapters: LoadedAdapters) -> None:
     observe(Metric.KV_USAGE, lambda: watch.load.kv_usage)
     observe(Metric.REQUESTS, lambda: {"running": watch.load.running, "waiting": watch.load.waiting})
     observe(Metric.PREEMPTIONS, lambda: watch.load.preemptions)
+    observe(Metric.ENGINE_IDLE_SECONDS, lambda: {} if watch.idle is None else watch.idle.idle)
     observe(Metric.PROBE_GAP, lambda: 0.0 if adapters.last is None else adapters.last.gap)

@@ -12,7 +12,7 @@ from kestrl._shared.engine_failure import EngineStartFailure
 from kestrl.engines import Load
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl.runstate.states import EngineState
-from kestrl_inference.engine import Engine, Pulse, until
+from kestrl_inference.engine import Engine, IdleSeconds, Pulse, until
 from kestrl_inference.loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,11 @@ class Watch:
     def load(self) -> Load:
         """Load at the last check."""
         return Load() if self._seen is None else self._seen.load
+
+    @property
+    def idle(self) -> IdleSeconds | None:
+        """Idle time at the last check; None if it is not known."""
+        return None if self._seen is None else self._seen.idle
 
     async def run(self) -> None:
         """Polls until cancelled."""

@@ -138,7 +138,8 @@ class RunResources:
             NoEngineProved: No engine verified it.
         """
         publishing = self.engines.publish(policy, uri, parent=parent, probe_distance=probe_distance)
-        await unless(self.drain, publishing)
+        with self.progress.idle.waiting("policy"):
+            await unless(self.drain, publishing)
         self.progress.emit(VersionVerified(seconds=time.monotonic() - began))
 
     def snapshot(self, owner: int) -> RunRecord:
@@ -206,7 +207,8 @@ class RunResources:
     ) -> dict[str, float]:
         message = f"{len(self.validation)} held-out scenarios, {when}"
         self.progress.emit(PhaseEntered(phase=RunPhase.EVALUATING, message=message))
-        means = await unless(self.drain, work)
+        with self.progress.idle.waiting("evaluation"):
+            means = await unless(self.drain, work)
         self.progress.emit(Evaluated(step=policy.step, means=means))
         self.sinks.evaluation(policy.step, means)
         self.progress.emit(ActivityNoted(message=f"held-out, {when}: {format_means(means)}"))

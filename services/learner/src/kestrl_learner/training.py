@@ -198,6 +198,7 @@ class Training:
     async def _between(self, policy: PolicyVersion) -> None:
         resources, source = self._resources, self._source
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
+        resources.progress.idle.lap()  # what came before the first step belongs to none
         source.begin(policy, self._done)
         resources.progress.emit(PhaseEntered(phase=RunPhase.TRAINING, message=""))
         running = asyncio.create_task(source.run(), name="group-source")
@@ -248,7 +249,8 @@ class Training:
         while self._done < resources.steps:
             began = time.monotonic()
             with span(SpanName.STEP, {Attr.STEP: self._done + 1, Attr.POLICY: policy.name}):
-                ready = await self._source.take(self._done)
+                with resources.progress.idle.waiting("groups"):
+                    ready = await self._source.take(self._done)
                 if resources.drain.is_set() and not ready:
                     raise Interrupted
                 if not ready:
@@ -311,10 +313,11 @@ class Training:
         await self._store(done, [*stored, *self._source.take_ended()])
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
-        state = resources.progress.state
+        state, idle = resources.progress.state, resources.progress.idle.lap()
         facts = step_record(done, groups, result) | {
             "staleness": max(done - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
+            "idle": idle.facts(),
             "stale": state.stale_in_step.facts(),
             "gathered": state.gathering.facts(),
             **staleness_facts([done - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
@@ -326,6 +329,7 @@ class Training:
             tokens_per_second=result.sampled / (now - began),
             episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
             eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - done),
+            idle=idle,
         )
         message = f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s"
         counts = step_counts(groups, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kestrl.runstate.history import IdleTime
 from kestrl.runstate.state import RunState
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
@@ -40,12 +41,28 @@ def builds_words(state: RunState) -> str:
     return ", ".join(f"{build.engine} {build.version} ({build.witness})" for build in state.engines.builds)
 
 
+def idle_words(idle: IdleTime) -> str:
+    """`learner 41% (groups 40%, policy 1%), engines 55% (update 50%, tools 5%)`; empty if nothing is known."""
+    parts: list[str] = []
+    for name, share, reasons, total in (
+        ("learner", idle.learner_share, idle.learner, idle.seconds),
+        ("engines", idle.engine_share, idle.engines, idle.engine_seconds),
+    ):
+        if share is not None:
+            largest = sorted(reasons.items(), key=lambda reason: -reason[1])
+            why = ", ".join(f"{reason} {seconds / total:.0%}" for reason, seconds in largest)
+            parts.append(f"{name} {share:.0%}" + (f" ({why})" if why else ""))
+    return ", ".join(parts)
+
+
 def detail_lines(state: RunState) -> list[str]:
     """Facts of a run that `kestrl status` shows, one a line."""
     version = "none yet" if state.policy.version is None else state.policy.version.name
     lines = [f"policy {version} proved {state.engines.verified}/{state.engines.total}"]
     if builds := builds_words(state):
         lines.append(f"engines, and what named their policies: {builds}")
+    if idle := idle_words(state.last_step.idle):
+        lines.append(f"idle in the last step: {idle}")
     lines += [f"sandbox of {name}: {used}" for name, used in sorted(state.tools.sandboxes.items())]
     return lines
 

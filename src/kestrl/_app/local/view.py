@@ -14,7 +14,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kestrl._app.local.progress import SHOWN_FIRST, clock, failure_counts, one_line, policy_words, step_words, warnings
+from kestrl._app.local.progress import (
+    SHOWN_FIRST,
+    clock,
+    failure_counts,
+    idle_words,
+    one_line,
+    policy_words,
+    step_words,
+    warnings,
+)
 from kestrl._app.local.supervisor import Observed
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import ComponentState, RunPhase
@@ -127,7 +136,8 @@ class LiveView:
         # On a separate line: a long cell would narrow the other columns.
         warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings(state)]
         rollouts = [Text(safe_line(state.gathering.line()))] if state.gathering.wanted else []
-        lines = Group(head, bar, facts, *rollouts, *failures, *warning_lines, _components(components))
+        idle = [Text(f"idle {words}")] if (words := idle_words(state.last_step.idle)) else []
+        lines = Group(head, bar, facts, *idle, *rollouts, *failures, *warning_lines, _components(components))
         return Panel(lines, title=Text(self._title), title_align="left")
 
 

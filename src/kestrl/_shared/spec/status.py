@@ -110,6 +110,8 @@ class Shown(Model):
     lag: int | None = None
     """Lag of the slowest engine in steps, of those that have verified a version; absent if none has."""
     reward: str = ""
+    idle: str = ""
+    """Shares of the last step in which the learner waited and engines had no request, such as 41%/55%."""
 
 
 def shown_columns() -> list[tuple[str, str]]:

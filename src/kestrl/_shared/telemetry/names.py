@@ -153,6 +153,20 @@ class Metric:
     STALE = Instrument(
         "kestrl.learner.stale", "Groups released as too old, by age in steps", labels=("age",), counts=True
     )
+    LEARNER_IDLE_SECONDS = Instrument(
+        "kestrl.learner.idle",
+        "Time in steps in which the learner waited, by what for",
+        "s",
+        labels=("reason",),
+        counts=True,
+    )
+    ENGINES_IDLE_SECONDS = Instrument(
+        "kestrl.learner.engines.idle",
+        "Time in steps in which engines had no request, of all together, by the reason",
+        "s",
+        labels=("reason",),
+        counts=True,
+    )
     STALE_SECONDS = Instrument(
         "kestrl.learner.stale.seconds", "Duration of groups released as too old", "s", counts=True
     )
@@ -211,4 +225,7 @@ class Metric:
     KV_USAGE = Instrument("kestrl.inference.kv_usage", "Share of the engine's key-value cache in use")
     REQUESTS = Instrument("kestrl.inference.requests", "Requests in the engine", labels=("state",))
     PREEMPTIONS = Instrument("kestrl.inference.preemptions", "Requests preempted by the engine for lack of cache")
+    ENGINE_IDLE_SECONDS = Instrument(
+        "kestrl.inference.idle", "Time without a request to the engine since its start", "s", counts=True
+    )
     PROBE_GAP = Instrument("kestrl.inference.probe_gap", "Largest log-prob difference on the last version's probe")

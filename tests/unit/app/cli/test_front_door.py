@@ -18,6 +18,7 @@ from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
 from kestrl.episode import Episode, Group, Purpose, Scenario, StopReason
+from kestrl.runstate.history import IdleTime, LastStep
 from kestrl.runstate.state import EngineBuild, EngineFleet, RunState, StoreAccess
 from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
@@ -192,6 +193,19 @@ def test_status_shows_which_builds_answered_and_what_named_their_policies(folder
     record.update(state=RunState(engines=EngineFleet(builds=builds)))
     record.flush()
     assert "engines, and what named their policies: vllm 0.32.0 (engine)" in kestrl(folder, "status").stdout
+
+
+def test_status_shows_who_stood_idle_in_the_last_step_and_why(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "job-1")
+    record = RunnerRecordFile(run.path / "run.json", RunnerRecord())
+    record.update(state=RunState())
+    record.flush()
+    assert "idle" not in kestrl(folder, "status").stdout
+    idle = IdleTime(seconds=20, learner={"groups": 8.0, "policy": 0.2}, engine_seconds=40, engines={"update": 22})
+    record.update(state=RunState(last_step=LastStep(idle=idle)))
+    record.flush()
+    line = "idle in the last step: learner 41% (groups 40%, policy 1%), engines 55% (update 55%)"
+    assert line in kestrl(folder, "status").stdout
 
 
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:

@@ -32,11 +32,13 @@ from tests.unit.operator.samples import (
 )
 
 from kestrl._shared.plan.components import Role
+from kestrl._shared.rpc.run_report import report_of, state_of
 from kestrl._shared.spec.crd import crd
 from kestrl._shared.spec.status import JobStatus
 from kestrl.api.common.v1.common_pb2 import SandboxInUse
 from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import Boundary
+from kestrl.runstate.history import IdleTime, LastStep
 from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Rest, Snapshot
 from kestrl_operator.status.build import ENGINES_SHOWN, FAILURES_SHOWN, status_of, with_failure
 from kestrl_operator.status.build import LONGEST_MESSAGE as LONGEST_OF_ENGINE
@@ -1178,7 +1180,15 @@ def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
     [
         (
             {},
-            {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": "0.50"},
+            {
+                "phase": "Running",
+                "step": "14/26",
+                "policy": "v14",
+                "converged": "2/2",
+                "lag": 0,
+                "reward": "0.50",
+                "idle": "",
+            },
         ),
         (
             {
@@ -1186,21 +1196,45 @@ def test_of_too_many_kinds_of_failures_the_frequent_ones_are_listed() -> None:
                     report(engines=[engine(0), engine(1, 12, lag=2, state="loading")], engines_converged=1)
                 )
             },
-            {"phase": "Running", "step": "14/26", "policy": "", "converged": "1/2", "lag": 2, "reward": "0.50"},
+            {
+                "phase": "Running",
+                "step": "14/26",
+                "policy": "",
+                "converged": "1/2",
+                "lag": 2,
+                "reward": "0.50",
+                "idle": "",
+            },
         ),
         (
             {"last_report": None, "pods": []},
-            {"phase": "Pending", "step": "", "policy": "", "converged": "", "reward": ""},
+            {"phase": "Pending", "step": "", "policy": "", "converged": "", "reward": "", "idle": ""},
         ),
         (
             {"last_report": learner_report(report(means={"reward": float("inf")}))},
-            {"phase": "Running", "step": "14/26", "policy": "v14", "converged": "2/2", "lag": 0, "reward": ""},
+            {
+                "phase": "Running",
+                "step": "14/26",
+                "policy": "v14",
+                "converged": "2/2",
+                "lag": 0,
+                "reward": "",
+                "idle": "",
+            },
         ),
     ],
     ids=["it trains", "an engine lags", "it waits", "rewards are no numbers"],
 )
 def test_what_kubectl_prints(given: dict[str, Any], shown: dict[str, Any]) -> None:
     assert status_for(snapshot(**given))["shown"] == shown
+
+
+def test_kubectl_prints_how_much_of_the_last_step_stood_idle() -> None:
+    idle = IdleTime(seconds=20, learner={"groups": 8.2}, engine_seconds=40, engines={"update": 10, "tools": 12})
+    state = state_of(report()).but(last_step=LastStep(idle=idle))
+    assert status_for(snapshot(last_report=learner_report(report_of(state))))["shown"]["idle"] == "41%/55%"
+    unknown = state.but(last_step=LastStep(idle=idle.but(engine_seconds=0.0, engines={})))
+    assert status_for(snapshot(last_report=learner_report(report_of(unknown))))["shown"]["idle"] == "41%/-"
 
 
 def test_workers_are_counted_for_the_scale_subresource() -> None:

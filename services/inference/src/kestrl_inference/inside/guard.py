@@ -1,5 +1,8 @@
 """Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
+It also counts the seconds in which no request to sample or to score was being answered, and says them in a header of
+what it answers to the agent.
+
 Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
 only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by
 environment variable too: this uses only the standard library, so that it loads in any engine image, and runs in the
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -24,6 +28,40 @@ DATA_KEY = "KESTRL_ENGINE_KEY"
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 ROUTES = "KESTRL_ENGINE_ROUTES"
 """Routes that need no key, and those that the data key grants: `{"open": [["GET", "/health"]], "data": [...]}`."""
+
+IDLE_HEADER = b"x-kestrl-idle"
+"""Header of answers to the agent: seconds without a request to a data route, and seconds since the start."""
+
+
+class IdleCount:
+    """Seconds without a request to a data route.
+
+    Args:
+        clock: A monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._since = clock()
+        self._seconds = 0.0
+        self._requests = 0
+
+    def begin(self) -> None:
+        """A request begins."""
+        if self._requests == 0:
+            self._seconds += max(0.0, self._clock() - self._since)
+        self._requests += 1
+
+    def end(self) -> None:
+        """A request has ended, by whatever way."""
+        self._requests -= 1
+        self._since = self._clock()
+
+    def header(self) -> tuple[bytes, bytes]:
+        """The count as a header of an answer."""
+        now = self._clock()
+        seconds = self._seconds + (0.0 if self._requests else max(0.0, now - self._since))
+        return IDLE_HEADER, f"{seconds:.3f} {now - self._began:.3f}".encode()
 
 
 def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -62,6 +100,7 @@ class ControlGuard:
             )
         self._data, self._control = data.encode(), control.encode()
         self._open_routes, self._data_routes = _routes(os.environ.get(ROUTES, ""))
+        self._idle = IdleCount()
 
     def refusal(self, method: str, path: str, token: bytes) -> int | None:
         """Status to refuse a request with, or None to pass it on."""
@@ -79,11 +118,27 @@ class ControlGuard:
             return
         status = 403 if kind != "http" else self.refusal(scope["method"], scope["path"], bearer(scope["headers"]))
         if status is None:
-            await self._app(scope, receive, send)
+            await self._pass_on(scope, receive, send)
         elif kind == "http":
             await self._refuse(status, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self._idle.header()]
+            await send(message)
+
+        if (scope["method"], scope["path"]) not in self._data_routes:
+            from_agent = hmac.compare_digest(bearer(scope["headers"]), self._control)
+            await self._app(scope, receive, send_with_count if from_agent else send)
+            return
+        self._idle.begin()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._idle.end()
 
     async def _refuse(self, status: int, send: Send) -> None:
         message = "a key is required" if status == 401 else "this key does not grant this route"

@@ -274,6 +274,7 @@ class Workers:
             count = min(count, left)
             left -= count
             worker.used -= count
+            self._progress.idle.count_episodes(-count)
             ended(count)
             self._changed.notify()
 
@@ -297,6 +298,7 @@ class Workers:
             await self.connect()
             await self._changed.wait_for(lambda: self._best() or not any(worker.capacity for worker in self._workers))
         best.used += size
+        self._progress.idle.count_episodes(size)
         return best
 
     def _to_proto(self, request: GroupRequest) -> pb.RunGroupRequest:

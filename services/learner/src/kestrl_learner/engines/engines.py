@@ -225,6 +225,7 @@ class Engines:
             known.state, known.failure = None, error.failure(component=known.entry.name)
             known.proved.clear()
             known.suspected = known.suspected and not suspected
+            self._progress.idle.forget(known.entry.name)
             self._publish_status()
             return
         held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
@@ -246,6 +247,10 @@ class Engines:
                 version=build.version[:LONGEST_BUILD],
                 witness=build.witness[:LONGEST_BUILD],
             )
+        if seen.HasField("idle") and known.up:
+            self._progress.idle.observe(known.entry.name, idle=seen.idle.idle, observed=seen.idle.observed)
+        else:
+            self._progress.idle.forget(known.entry.name)
         self.on_load()
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         for name in known.proved:

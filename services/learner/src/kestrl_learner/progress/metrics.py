@@ -33,6 +33,8 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.TOOL_WARNING, lambda: {reason: 1.0} if (reason := progress.state.tools.warning_reason) else {})
     observe(Metric.FAILURES, failures)
     observe(Metric.ROWS_SKIPPED, lambda: progress.state.history.skipped_rows)
+    observe(Metric.LEARNER_IDLE_SECONDS, lambda: progress.state.history.idle.learner)
+    observe(Metric.ENGINES_IDLE_SECONDS, lambda: progress.state.history.idle.engines)
     observe(Metric.STALE, lambda: {str(age): count for age, count in progress.state.history.stale.by_age.items()})
     observe(Metric.STALE_SECONDS, lambda: progress.state.history.stale.seconds)
     observe(Metric.STALE_TOKENS, lambda: progress.state.history.stale.tokens)

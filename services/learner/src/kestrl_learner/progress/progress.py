@@ -16,6 +16,7 @@ from kestrl.runstate import events
 from kestrl.runstate.log import Entry, Event, reduced
 from kestrl.runstate.state import WINDOW_STEPS, Gauges, RunState
 from kestrl.tools import SandboxInUse
+from kestrl_learner.progress.idle_clock import IdleClock
 from kestrl_learner.progress.tool_health import ToolHealth
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Progress:
     def __init__(self, engines: int, episodes_per_step: int, *, offers_tools: bool = False) -> None:
         self.state = RunState()
         self.tools = ToolHealth(offered=offers_tools, window=episodes_per_step)
+        self.idle = IdleClock()
         self.skipped: set[tuple[str, int]] = set()
         """Rows whose prompts leave no room in the context, by data set and ordinal."""
         self._gathering_began = time.monotonic()

@@ -246,6 +246,32 @@ class EngineLoad(_message.Message):
 Global___EngineLoad: _TypeAlias = EngineLoad  # noqa: Y015
 
 @_typing.final
+class EngineIdle(_message.Message):
+    """Time without a request, as counted inside the engine's server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDLE_FIELD_NUMBER: _builtins.int
+    OBSERVED_FIELD_NUMBER: _builtins.int
+    idle: _builtins.float
+    """Seconds without a request to sample or to score."""
+    observed: _builtins.float
+    """Seconds since the server started."""
+    def __init__(
+        self,
+        *,
+        idle: _builtins.float = ...,
+        observed: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "observed", b"observed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineIdle: _TypeAlias = EngineIdle  # noqa: Y015
+
+@_typing.final
 class EngineBuild(_message.Message):
     """What answers."""
 
@@ -289,6 +315,7 @@ class GetEngineResponse(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Such as inference-0."""
     url: _builtins.str
@@ -313,6 +340,10 @@ class GetEngineResponse(_message.Message):
     def build(self) -> Global___EngineBuild:
         """What answered the last verification; not set before the first."""
 
+    @_builtins.property
+    def idle(self) -> Global___EngineIdle:
+        """Idle time at the last check; not set if the server does not count it."""
+
     def __init__(
         self,
         *,
@@ -324,10 +355,11 @@ class GetEngineResponse(_message.Message):
         failure: _common_pb2.Failure | None = ...,
         load: Global___EngineLoad | None = ...,
         build: Global___EngineBuild | None = ...,
+        idle: Global___EngineIdle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

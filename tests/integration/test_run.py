@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import shlex
-import signal
 import sqlite3
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.fakes.collector import Collector, collecting
@@ -22,7 +23,7 @@ from tests.fakes.ports import free_port
 from kestrl._app.local.rundir import RunDir
 from kestrl_demo_models.tiny import tiny
 
-from .runs import QUICKSTART, SMALL, belonging_to, eventually, kestrl, summary_of
+from .runs import QUICKSTART, SMALL, belonging_to, kestrl, summary_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -147,31 +148,42 @@ def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path
     assert "answer_correct" in printed
 
 
-def test_the_printed_commands_serve_the_adapter(finished: tuple[RunDir, str], tmp_path: Path) -> None:
+def test_the_printed_command_serves_the_adapter_to_those_who_have_the_key(
+    finished: tuple[RunDir, str], tmp_path: Path
+) -> None:
     run, printed = finished
-    line = command_line(printed, "export", run.id)
+    line = command_line(printed, "serve", run.id)
     name = summary_of(run)["policy"]["version"]
-    port = free_port()
-    shell = f"{line} --port {port}"
-    with subprocess.Popen(shell, shell=True, cwd=tmp_path, start_new_session=True) as server:
+    port, scratch = free_port(), tmp_path / "scratch"
+    scratch.mkdir()
+    environment = os.environ | {"KESTRL_SERVE_KEY": "a key of clients", "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        f"exec {line} --port {port}", shell=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
         try:
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            assert server.stdout.readline() == f"base, {name} at http://127.0.0.1:{port}/v1\n"
+            assert "$KESTRL_SERVE_KEY" in server.stdout.readline(), "a key of the user's own is not printed"
             message = {"role": "user", "content": "On which day is the meeting?"}
             body = json.dumps({"model": name, "messages": [message], "max_tokens": 8}).encode()
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            eventually(lambda: answers(f"http://127.0.0.1:{port}/health") or server.poll() is not None, 240)
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                assert json.load(answer)["model"] == name
+            assert post(port, "/v1/chat/completions", body, "a key of clients")["model"] == name
+            for path, key, status in (("/v1/completions", "", 401), ("/v1/load_lora_adapter", "a key of clients", 403)):
+                with pytest.raises(urllib.error.HTTPError) as refusal:
+                    post(port, path, body, key)
+                assert refusal.value.code == status
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            server.terminate()
+            server.wait(60)
+    assert server.returncode == 0
+    assert list(scratch.glob("kestrl-serve-*")) == [], "what was fetched is removed"
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+def post(port: int, path: str, body: bytes, key: str) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        document: dict[str, Any] = json.load(answer)
+        return document
 
 
 def test_one_trace_goes_through_every_hop(finished: tuple[RunDir, str], collector: Collector) -> None:

@@ -90,6 +90,8 @@ class Launch:
     """Version that the engine must have, such as 0.32; None for any."""
     targets: Sequence[str] = ()
     """Layers that adapters change; empty for all linear ones."""
+    template: str | None = None
+    """File of the chat template of conversations; None for the model's own."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 
@@ -178,17 +180,6 @@ class EngineDialect(Protocol):
 
     def command(self, launch: Launch) -> Command:
         """How an engine is started whose sampled log-probs are those of the distribution that was sampled from."""
-        ...
-
-    def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
-        """How an exported adapter is served with the engine alone, without anything of KestRL's.
-
-        Args:
-            launch: As of the job's engines.
-            adapter: Name to serve it under.
-            folder: Its folder.
-            template: File of the chat template; None for the model's own.
-        """
         ...
 
     def generate(self, request: Generate) -> Request:

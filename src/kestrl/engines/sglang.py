@@ -70,6 +70,7 @@ class Sglang:
             "enable-metrics": True,
             "skip-server-warmup": True,  # it would ask without a key
             "log-level-http": "warning",  # a line for each request, otherwise
+            **({"chat-template": launch.template} if launch.template else {}),
             "enable-deterministic-inference": True,
             **({"constrained-json-disable-any-whitespace": True} if launch.judges else {}),
             **_trace_options(launch.otlp),
@@ -78,21 +79,6 @@ class Sglang:
         version = () if launch.version is None else ("--version", launch.version)
         arguments = (*_launcher_options(launch), "--guard", *version, "--", *arguments_of(options), *_targets(launch))
         return Command(module=LAUNCHER, arguments=arguments, environment=_environment(launch))
-
-    def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
-        options: Options = {
-            **_model_options(launch),
-            "served-model-name": launch.name,
-            **({"chat-template": template} if template else {}),
-            "host": "127.0.0.1",
-            **launch.options,
-            "lora-paths": f"{adapter}={folder}",
-        }
-        arguments = (*arguments_of(options), *_targets(launch))
-        if launch.cpu:
-            arguments = (*_launcher_options(launch), "--", *arguments)
-            return Command(module=LAUNCHER, arguments=arguments, environment=_environment(launch))
-        return Command(module=SERVER, arguments=arguments, environment={})
 
     def generate(self, request: Generate) -> Request:
         """Without the request's id: SGLang refuses one that it still runs, and ends a request whose client has gone

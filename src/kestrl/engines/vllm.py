@@ -111,6 +111,7 @@ class Vllm:
             "logprobs-mode": "processed_logprobs",
             "generation-config": "vllm",
             "middleware": "kestrl_inference.inside.guard.ControlGuard",
+            **({"chat-template": launch.template} if launch.template else {}),
             "disable-log-stats": False,
             **({"structured-outputs-config": COMPACT_JSON} if launch.judges else {}),
             **_trace_options(launch.otlp),
@@ -125,19 +126,6 @@ class Vllm:
         }
         arguments = (*_launcher_options(launch), *_version_options(launch), "--", *arguments_of(options))
         return Command(module=LAUNCHER, arguments=arguments, environment=environment)
-
-    def serving(self, launch: Launch, *, adapter: str, folder: str, template: str | None) -> Command:
-        options: Options = {
-            **_model_options(launch),
-            **({"chat-template": template} if template else {}),
-            "host": "127.0.0.1",  # vLLM's default is every interface, without a key
-            **launch.options,
-            "lora-modules": f"{adapter}={folder}",
-        }
-        if launch.cpu:
-            arguments = (*_launcher_options(launch), "--", *arguments_of(options))
-            return Command(module=LAUNCHER, arguments=arguments, environment=_cpu_environment(launch))
-        return Command(module=SERVER, arguments=arguments_of(options), environment={})
 
     def generate(self, request: Generate) -> Request:
         body = {

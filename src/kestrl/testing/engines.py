@@ -109,10 +109,8 @@ def _check_commands(dialect: EngineDialect) -> None:
     assert command.module, "command has no module"
     for value in (LAUNCH.model, LAUNCH.name, LAUNCH.host, str(LAUNCH.port)):
         assert value in command.arguments, f"command does not have {value!r}"
-    serving = dialect.serving(LAUNCH, adapter="exported", folder="/exported", template=None)
-    text = " ".join(serving.arguments)
-    assert "exported" in text, "serving does not have the adapter's name"
-    assert "/exported" in text, "serving does not have the adapter's folder"
+    served = dialect.command(replace(LAUNCH, template="/chat.jinja"))
+    assert "/chat.jinja" in served.arguments, "command does not have the chat template"
 
 
 def _check_refused(name: str, read: Callable[[bytes], Any], answer: bytes) -> None:

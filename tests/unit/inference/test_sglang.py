@@ -233,11 +233,6 @@ def test_an_engine_on_gpus_uses_them_all_and_only_the_job_s_layers() -> None:
     assert command.environment == {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_an_exported_adapter_is_served_without_a_guard(cpu: bool) -> None:
-    command = DIALECT.serving(replace(LAUNCH, cpu=cpu), adapter="mail", folder="/export", template="/t.jinja")
-    assert "--guard" not in command.arguments
-    assert words(command.arguments, "--lora-paths") == ["mail=/export"]
-    assert words(command.arguments, "--chat-template") == ["/t.jinja"]
-    assert words(command.arguments, "--host") == ["127.0.0.1"]
-    assert command.module == ("kestrl_inference.inside.sglang_launcher" if cpu else "sglang.launch_server")
+def test_conversations_are_rendered_by_a_template_where_one_is_named() -> None:
+    assert words(DIALECT.command(replace(LAUNCH, template="/t.jinja")).arguments, "--chat-template") == ["/t.jinja"]
+    assert "--chat-template" not in DIALECT.command(LAUNCH).arguments

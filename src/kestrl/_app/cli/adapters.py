@@ -53,7 +53,7 @@ def choose_adapter(store: ObjectStore, step: int | None, run: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class TrainedRun:
     """A run whose adapters are exported."""
 
     id: str
@@ -62,7 +62,7 @@ class _Trained:
     """Folder or Hugging Face id of the model below the adapters; raises UserInputError if there is none."""
 
 
-def _trained(runs: Path, run_id: str | None) -> _Trained:
+def trained_run(runs: Path, run_id: str | None) -> TrainedRun:
     """The run of a job, or of `kestrl sft`.
 
     Raises:
@@ -70,9 +70,9 @@ def _trained(runs: Path, run_id: str | None) -> _Trained:
     """
     if run_id is not None and (settings := runs / run_id / SETTINGS).is_file():
         made = read_settings(SFTSettings, settings)
-        return _Trained(run_id, open_store(made.storage), lambda: made.model)
+        return TrainedRun(run_id, open_store(made.storage), lambda: made.model)
     run = find_run(runs, run_id)
-    return _Trained(run.id, run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
+    return TrainedRun(run.id, run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
 
 
 def export(
@@ -89,7 +89,7 @@ def export(
     """
     if out.exists():
         raise UserInputError(f"--out: {out} exists already; name a new folder")
-    trained = _trained(runs, run_id)
+    trained = trained_run(runs, run_id)
     store = trained.store
     if folders := model_folders(store):
         if merge or step is not None:

@@ -71,6 +71,10 @@ COMMANDS = {
         "Export an adapter of a run with every digest verified, or the merged model with --merge. Of a "
         "run of `kestrl sft` that trained all parameters, export the model.",
     ),
+    "serve": Listed(
+        "serve",
+        "Serve a policy of a run behind an OpenAI-compatible endpoint, with the engine of its job. Ctrl-C ends it.",
+    ),
     "rejudge": Listed(
         "judges",
         "Score a stored step again with a judge model, without rollouts, and show the differences.",

@@ -17,8 +17,6 @@ from rich.text import Text
 from kestrl._app.local.progress import builds_words
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.uncertainty import TESTED, Paired, different_questions, pairs_of, values_of
-from kestrl._shared.plan.engines import serving_command
-from kestrl._shared.plan.site import Site
 from kestrl.episode import Episode, Group, Purpose
 from kestrl.errors import PlaceError, StorageError
 from kestrl.storage import ObjectStore
@@ -80,7 +78,7 @@ def transcript(episode: Episode) -> Iterator[str]:
         yield safe(f"  -> failed: {episode.failure}")
 
 
-def print_report(console: Console, run: RunDir, summary: RunSummary, store: ObjectStore, site: Site) -> None:
+def print_report(console: Console, run: RunDir, summary: RunSummary, store: ObjectStore) -> None:
     """Prints the report of a finished run."""
     gap = summary.logprob_gap
     if summary.before and summary.after:
@@ -114,7 +112,7 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
         console.print(text, style="yellow", markup=False, soft_wrap=True)
     if policy := summary.policy:
         console.print(f"adapter {policy.version}\n  {policy.uri}", soft_wrap=True, highlight=False, markup=False)
-        console.print(next_commands(run, site, policy.version), soft_wrap=True, highlight=False, markup=False)
+        console.print(next_commands(run), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_comparison(console: Console, summary: RunSummary, episodes: EpisodeStore) -> None:
@@ -148,17 +146,12 @@ def _print_transcripts(console: Console, before: Sequence[Group], after: Sequenc
     console.print()
 
 
-def next_commands(run: RunDir, site: Site, adapter: str) -> str:
+def next_commands(run: RunDir) -> str:
     """Commands for using the adapter, ready to paste: programs by name if the shell finds them, else by path."""
-    own = Path(sys.executable)
-    program, python = _found(own.with_name("kestrl")), _found(own)
+    program = _found(Path(sys.executable).with_name("kestrl"))
     where = ["--runs", str(run.path.parent)]
-    return (
-        "use it:\n"
-        f"  {shlex.join([program, 'eval', run.id, *where])}\n"
-        f"  {shlex.join([program, 'export', run.id, *where, '--out', 'adapter'])} && "
-        f"env {shlex.join(serving_command(run.job(), site, adapter, 'adapter', python=python))}"
-    )
+    commands = (["eval", run.id], ["serve", run.id], ["export", run.id, "--out", "adapter"])
+    return "\n".join(["use it:", *(f"  {shlex.join([program, *command, *where])}" for command in commands)])
 
 
 def _found(program: Path) -> str:

@@ -222,16 +222,16 @@ def run_job(
                 outcome = asyncio.run(runner.run())
             summary = run.copy_summary(store)
             if outcome.code == 0 and replan is None:
-                return _finished(console, run, summary, store, site)
+                return _finished(console, run, summary, store)
             return _unfinished(console, run, outcome, summary) if outcome.code else 0
 
 
-def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore, site: Site) -> int:
+def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore) -> int:
     if summary is None or summary.status is not RunPhase.SUCCEEDED:
         found = "no summary" if summary is None else summary.status
         console.print(f"the learner ended without a result: {found}", style="red")
         return EXIT_FAILED
-    print_report(console, run, summary, store, site)
+    print_report(console, run, summary, store)
     console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
     return 0
 

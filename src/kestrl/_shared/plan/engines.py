@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from kestrl._shared import engine_failure
 from kestrl._shared.plan.components import Component, Device, Ready, Role
@@ -26,12 +27,19 @@ def engine_rank(engine: str, rank: int) -> int:
     return next((limit for limit in DIALECTS[engine].ranks if limit >= rank), rank)
 
 
-def engine_component(job: AgentRLJob, site: Site, index: int) -> Component:
-    """The engine of replica `index`."""
+def engine_component(job: AgentRLJob, site: Site, index: int, *, template: str | None = None) -> Component:
+    """The engine of replica `index`.
+
+    Args:
+        job: The job.
+        site: Where it runs.
+        index: Number of the replica.
+        template: File of the chat template of conversations, which no episode needs; None for the model's own.
+    """
     dialect = DIALECTS[job.spec.inference.engine]
     accelerator = job.spec.inference.accelerator
     endpoint = site.endpoint(Role.ENGINE, index)
-    command = dialect.command(_launch(job, site, index))
+    command = dialect.command(replace(_launch(job, site, index), template=template))
     return Component(
         name=f"engine-{index}",
         role=Role.ENGINE,
@@ -88,20 +96,3 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
 def failure_file(site: Site, index: int) -> str:
     """File in which an engine records why it could not start, read by its agent."""
     return f"{site.work_dir}/engine-{index}-failure.json"
-
-
-def serving_command(job: AgentRLJob, site: Site, adapter: str, folder: str, *, python: str) -> list[str]:
-    """Command that serves an exported adapter with the engine alone, with the configuration of the job's engines.
-
-    Args:
-        job: The job.
-        site: Site with the base model and the chat template.
-        adapter: The name to serve the adapter under.
-        folder: Folder of the exported adapter.
-        python: Interpreter with the engine, where the site names none.
-    """
-    dialect = DIALECTS[job.spec.inference.engine]
-    command = dialect.serving(_launch(job, site, 0), adapter=adapter, folder=folder, template=site.template)
-    ours = _path(site) if command.module.startswith(OURS) else {}
-    environment = [f"{name}={value}" for name, value in {**command.environment, **ours}.items()]
-    return [*environment, site.engine_python or python, "-m", command.module, *command.arguments]

@@ -150,7 +150,7 @@ def test_idle_time_is_never_negative_and_never_more_than_the_time(moves: list[tu
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_run_tells_the_idle_time_of_its_steps(staged: Any) -> None:
+async def test_a_run_reports_the_idle_time_of_its_steps(staged: Any) -> None:
     async with staged() as stage:
         answered = stage.agents[0].GetEngine
         observed = 0.0

@@ -11,7 +11,7 @@ import pytest
 from kestrl._app.local.processes import Launcher
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.engines import engine_rank, serving_command
+from kestrl._shared.plan.engines import engine_component, engine_rank
 from kestrl._shared.plan.planning import group_seconds, plan
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.plan.settings.judge import JudgeSettings
@@ -195,18 +195,11 @@ def test_the_cpu_recipe_is_only_for_the_cpu() -> None:
     assert (gpu.device.profile, gpu.device.count) == ("nvidia", 2)
 
 
-def test_an_exported_adapter_is_served_as_the_job_served_it() -> None:
-    cpu = serving_command(job_with("inference.threads=2"), SITE, "job.3.abc", "out", python="python")
-    assert cpu[:3] == ["TORCHDYNAMO_DISABLE=1", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "OMP_NUM_THREADS=2"]
-    assert cpu[3:6] == ["python", "-m", "kestrl_inference.inside.launcher"]
-    assert cpu[-2:] == ["--lora-modules", "job.3.abc=out"]
-    gpu = job_with("inference.accelerator={profile: nvidia, count: 1}", "inference.args.max-num-seqs=64")
-    command = serving_command(gpu, replace(SITE, template="/t.jinja"), "job.3.abc", "out", python="python")
-    assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
-    assert " --max-num-seqs 64 " in " ".join(command)
-    assert " --chat-template /t.jinja " in " ".join(command)
-    assert "uni" not in command
-    assert "--chat-template" not in cpu
+def test_a_served_policy_has_the_job_s_engine_and_a_chat_template() -> None:
+    job = job_with("inference.args.max-num-seqs=64")
+    served = engine_component(job, SITE, 0, template="/t.jinja")
+    assert flags(served) == flags(engine_component(job, SITE, 0)) | {"chat-template": "/t.jinja"}
+    assert flags(served)["max-num-seqs"] == "64"
 
 
 def test_arguments_of_the_manifest_win() -> None:

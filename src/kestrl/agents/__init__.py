@@ -267,6 +267,17 @@ class Conversation(Protocol):
         """Appends a user message."""
         ...
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt that the next turn would have."""
+        ...
+
+    def compact(self, text: str) -> None:
+        """Goes on in a new row without all that was said: its prompt is that of the scenario with this text behind it,
+        such as a summary. The row that was called last is the main row.
+        """
+        ...
+
     def stop(self, reason: StopReason) -> None:
         """Sets the stop reason when the loop ends the episode. Default: `answered`, or the limit that was reached."""
         ...

@@ -271,7 +271,7 @@ async def test_tokens_by_hand_end_at_the_limit_without_a_failure(make_stage: Any
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("chatty", "neither built in (tool_agent, single_turn)"),
+        ("chatty", "neither built in (tool_agent, compacting_agent, single_turn)"),
         ("no.such:Agent", "cannot import 'no.such'"),
         ("loops:Missing", "has no 'Missing'"),
         ("loops:number", "neither a class nor an async function"),

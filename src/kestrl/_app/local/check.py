@@ -252,7 +252,8 @@ class _Check:
         by_loop: dict[str, list[str]] = {}
         for name, problem in rows:
             by_loop.setdefault(agent.loops.get(name, name) if name else agent.loop, []).append(problem)
-        self._found.problems += _few(by_loop.pop("tool_agent", ()))
+        for with_tools in ("tool_agent", "compacting_agent"):
+            self._found.problems += _few(by_loop.pop(with_tools, ()))
         for without_tools in ("single_turn", "single_turn_agent"):
             by_loop.pop(without_tools, None)
         for loop, problems in by_loop.items():

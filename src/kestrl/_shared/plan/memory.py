@@ -98,7 +98,7 @@ def memory_settings(job: AgentRLJob | SFTJob, *, model: str, row: tuple[int, int
 
 def _of_rl(job: AgentRLJob, model: str, row: tuple[int, int] | None) -> MemorySettings:
     spec, algorithm = job.spec, algorithm_settings(job.spec)
-    sampled = spec.agent.max_tokens
+    sampled = min(spec.agent.max_tokens, spec.inference.context_length - 1)  # an episode may have several rows
     prompt, completion = row or (spec.inference.context_length - sampled, sampled)
     build = BUILDS.get(spec.learner.accelerator.profile)
     return MemorySettings(

@@ -49,7 +49,8 @@ class Agent(Model):
     """The agent: a loop in the worker, or a function, program or service that runs an episode by its URL."""
 
     loop: LoopPath = "tool_agent"
-    """`tool_agent`, `single_turn`, or the import path of a loop (for KestRL or for verl)."""
+    """`tool_agent`, `compacting_agent` (which has the model summarise at a budget of tokens), `single_turn`, or the
+    import path of a loop (for KestRL or for verl)."""
     run: ImportPath | None = None
     """Import path of a function `run(row, base_url, key, deadline)`, sync or async, or of a class with such a method,
     which runs an episode in a process of its own for all episodes of a worker; in place of a loop."""

@@ -122,7 +122,7 @@ def facts(call: Any) -> tuple[Any, ...]:
     return (call.turn, call.name, call.arguments, call.outcome, call.text, dict(call.data))
 
 
-async def test_what_becomes_of_a_call_is_distinguished(served: Any, call_text: Any) -> None:
+async def test_what_becomes_of_a_call_is_recorded(served: Any, call_text: Any) -> None:
     async with agent(served, sampling={"max_turns": 20, "max_tokens": 3000}) as (stage, session, chat, end):
         stage.tools.handlers["search"] = lambda arguments: found(f"found {arguments['word']}", rank=1)
         tools = offered(await session.list_tools())

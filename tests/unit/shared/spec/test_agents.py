@@ -56,6 +56,22 @@ def test_an_agent_outside_may_have_the_jobs_tools() -> None:
     assert parse_job(with_overrides(MANIFEST, ["agent={command: [agent]}"])).spec.tools
 
 
+def test_an_episode_of_several_rows_may_sample_more_than_its_context() -> None:
+    limits = ["inference.contextLength=1024", "agent.maxTokens=5000"]
+    assert any(line.startswith("spec.agent.maxTokens: ") for line in refused(*limits))
+    parse_job(with_overrides(MANIFEST, [*limits, "agent.loop=compacting_agent"]))
+    parse_job(with_overrides(MANIFEST, [*limits, "agent.command=[agent]"]))
+
+
+def test_a_budget_beyond_the_context_is_refused() -> None:
+    (problem,) = refused(
+        "inference.contextLength=1024", "agent={loop: compacting_agent, config: {at: 1024}, maxTokens: 9}"
+    )
+    assert problem.startswith("spec.agent.config.at: 1024 leaves no room for a summary in inference.contextLength")
+    (other,) = refused("agent={loop: tool_agent, config: {at: 10}}")
+    assert other.startswith("spec.agent.config: tool_agent takes no config")
+
+
 def test_a_returned_reward_needs_the_worth_of_a_run_that_was_stopped() -> None:
     reward = "rewards=[{rule: loop_reward}]"
     (problem,) = refused(NO_TOOLS, "agent={run: 'mine:agent'}", reward)

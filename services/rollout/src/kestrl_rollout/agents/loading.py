@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from kestrl.agents import Conversation, Loop
 from kestrl.compat.verl import imports
 from kestrl.compat.verl.loops import adapt
 from kestrl.errors import UserInputError
+from kestrl_rollout.agents.compacting_agent import CompactingAgent
 from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
 
@@ -47,6 +48,9 @@ class LoadedLoop:
 
 BUILT_IN = {
     "tool_agent": LoadedLoop(run=tool_agent, name="tool_agent", built_in=True, uses_tools=True, reads_calls=True),
+    "compacting_agent": LoadedLoop(
+        run=CompactingAgent().run, name="compacting_agent", built_in=True, uses_tools=True, reads_calls=True
+    ),
     "single_turn": LoadedLoop(run=single_turn, name="single_turn", built_in=True, uses_tools=False, reads_calls=False),
 }
 
@@ -133,7 +137,7 @@ def load_loop(
         UserInputError: It does not exist, is not an agent loop, or does not accept the configuration.
     """
     if path in BUILT_IN:
-        return BUILT_IN[path]
+        return _configured(BUILT_IN[path], config or {}, config_field)
     if ":" not in path:
         raise UserInputError(
             f"{field}: {path!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Name"
@@ -146,6 +150,19 @@ def load_loop(
         uses_tools=True,
         reads_calls=not imports.is_loop(found),
     )
+
+
+def _configured(loop: LoadedLoop, config: Mapping[str, Any], field: str) -> LoadedLoop:
+    """A built-in loop with its configuration, which only `compacting_agent` has."""
+    if not config:
+        return loop
+    if loop.name != "compacting_agent":
+        raise UserInputError(f"{field}: {loop.name} takes no config; remove it, or use your own loop")
+    _check_config(CompactingAgent, loop.name, config, field)
+    try:
+        return replace(loop, run=CompactingAgent(**config).run)
+    except ValueError as error:
+        raise UserInputError(f"{field}: {loop.name}: {error}") from error
 
 
 def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:

@@ -156,6 +156,17 @@ class EpisodeConversation:
         self._messages.append(Message(role="user", text=text))
         self._transcript.append("user", text)
 
+    @property
+    def prompt_tokens(self) -> int:
+        with self._platform():
+            return len(self._prompt())
+
+    def compact(self, text: str) -> None:
+        self.append_user(text)
+        *before, last = (Message(role=said["role"], text=said["content"]) for said in self._scenario.messages)
+        self._messages = [*before, replace(last, text=f"{last.text}\n\n{text}")]
+        self._ids, self._last_reply = [], 0
+
     def stop(self, reason: StopReason) -> None:
         if reason not in set(StopReason) - {StopReason.FAILED}:
             raise UserCodeError(
@@ -228,7 +239,7 @@ class EpisodeConversation:
     def _placed_by_tokens(self, prompt_ids: Sequence[int], max_tokens: int | None) -> Generator[tuple[Place, int]]:
         """The place and the seed of a call with a prompt of its own."""
         self._check()
-        if self._ids or self._generating:
+        if self._generating or (self.turns and not self._by_tokens):
             raise UserCodeError("generate_tokens() cannot follow generate() in one episode", code="mixed_loop")
         if max_tokens is not None and max_tokens < 1:
             raise UserCodeError(f"generate_tokens(max_tokens={max_tokens}): at least 1", code="bad_max_tokens")

@@ -34,7 +34,7 @@ class RolloutSettings(ServiceSettings):
     template_arguments: dict[str, Any] = {}
     """Variables of the template."""
     agent: str
-    """`tool_agent`, `single_turn`, or an import path."""
+    """A built-in loop, or an import path."""
     agent_config: dict[str, Any] = {}
     outside: OutsideAgent | None = None
     """The agent in place of the loop `agent`."""

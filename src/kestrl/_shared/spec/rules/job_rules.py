@@ -20,7 +20,9 @@ from kestrl._shared.spec.scalars import format_duration
 from kestrl.engines.registry import DIALECTS
 from kestrl.errors import Boundary
 
-BUILT_IN_LOOPS = ("tool_agent", "single_turn")
+BUILT_IN_LOOPS = ("tool_agent", "compacting_agent", "single_turn")
+CONFIGURED_LOOPS = ("compacting_agent",)
+"""Built-in loops that take a config."""
 BUILT_IN_RULES = (
     "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "environment_reward",
     "overlong",
@@ -137,7 +139,8 @@ def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
 
 def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
     agent = spec.agent
-    if agent.max_tokens >= spec.inference.context_length:
+    several_rows = agent.outside is not None or "compacting_agent" in (agent.loop, *agent.loops.values())
+    if agent.max_tokens >= spec.inference.context_length and not several_rows:
         yield Problem(
             "spec.agent.maxTokens",
             f"{agent.max_tokens} sampled tokens leave no room for a prompt in inference.contextLength "
@@ -164,8 +167,16 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
         else:
             configured[f"loopsConfig.{name}"] = (spec.agent.loops[name], config)
     for field, (path, config) in configured.items():
-        if path in BUILT_IN_LOOPS and config and not (field == "config" and spec.agent.outside):
+        if field == "config" and spec.agent.outside:
+            continue
+        if path in BUILT_IN_LOOPS and path not in CONFIGURED_LOOPS and config:
             yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
+        at, context = config.get("at"), spec.inference.context_length
+        if path == "compacting_agent" and isinstance(at, int) and context is not None and at >= context:
+            yield Problem(
+                f"spec.agent.{field}.at",
+                f"{at} leaves no room for a summary in inference.contextLength, {context}; lower it",
+            )
 
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:

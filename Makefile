@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,7 +49,7 @@ test-all: $(STAMP)
 
 ## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check agents engine engine-versions e2e
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check agents harnesses engine engine-versions e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
@@ -100,6 +100,12 @@ agents: $(STAMP)
 langgraph: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph
 	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
+
+HARNESSES := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
+## make harnesses        drive Claude Code, Codex and opencode from npm, offline, against episodes
+harnesses: $(STAMP)
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS)/harnesses $(HARNESSES)
+	KESTRL_HARNESSES=$(CURDIR)/$(TOOLS)/harnesses/node_modules/.bin $(BIN)/python -m pytest -q -m agents tests/unit/rollout/hosts/test_harnesses.py
 
 engine-run: $(STAMP)
 	$(BIN)/python -m pytest -q tests/integration/test_run.py

@@ -271,7 +271,9 @@ async def make_stage(
 
         async def make(*, engines: int = 1, folder: Path | None = None, **settings: Any) -> Stage:
             fakes = [
-                await stack.enter_async_context(FakeEngine(eos_id=258, vocab_size=250, context_length=4096))
+                await stack.enter_async_context(
+                    FakeEngine(eos_id=258, vocab_size=250, context_length=settings.get("context_length", 4096))
+                )
                 for _ in range(engines)
             ]
             tools, judge = FakeTools(), FakeJudge()

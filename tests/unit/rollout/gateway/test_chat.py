@@ -467,3 +467,19 @@ async def test_the_budget_ends_with_an_error_and_no_turn(chat: Any) -> None:
             assert refused.value.code == "limit_reached"
         episode = await agent.end()
         assert (episode.failure, episode.stop_reason, episode.num_turns) == (None, "max_turns", 1)
+
+
+async def test_several_system_messages_are_one_where_the_template_knows_one(chat: Any) -> None:
+    """As Codex and Claude Code send them."""
+    async with chat() as agent:
+        agent.stage.says("Hello.", "Done.")
+        system = [{"role": "developer", "content": "Be brief."}, SYSTEM]
+        begin = [*system, USER, {"role": "system", "content": "It is Monday."}]
+        first = await agent.message(begin)
+        await agent.message([*begin, first, {"role": "user", "content": "And?"}])
+        episode = await agent.end()
+        check_rows(episode)
+        assert (len(episode.rows), forks(episode)) == (1, {})
+        (text,) = agent.texts(episode)
+        assert "Find the kestrel.\n\nIt is Monday.<|im_end|>" in text
+        assert "Be brief.\n\nYou are a clerk." in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrl._shared.telemetry import event
@@ -19,6 +19,7 @@ from kestrl_rollout.gateway.fields import Refused
 from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Sampler, count
 from kestrl_rollout.history.canonical import History, call_places
 from kestrl_rollout.history.reader import HistoryReader
+from kestrl_rollout.history.system_messages import joined
 from kestrl_rollout.history.threads import ForkReason, KnownTurn, Match, Threads
 
 
@@ -34,7 +35,15 @@ class _Prompt:
 class Dialogue:
     """Samples for clients that send messages, over the rows of one episode."""
 
-    def __init__(self, chat_model: ChatModel, sampler: Sampler) -> None:
+    def __init__(self, chat_model: ChatModel, sampler: Sampler, *, joins_system: bool = False) -> None:
+        """Samples for one episode.
+
+        Args:
+            chat_model: Renders and parses.
+            sampler: The episode.
+            joins_system: Whether the template has a place for one system message alone.
+        """
+        self._joins_system = joins_system
         self._chat_model = chat_model
         self._sampler = sampler
         self._history = HistoryReader(chat_model)
@@ -108,6 +117,8 @@ class Dialogue:
                 code="invalid_value",
                 field="messages",
             )
+        if self._joins_system:
+            history = replace(history, messages=joined(history.messages))
         try:
             return self._rendered(history)
         except RecursionError as error:

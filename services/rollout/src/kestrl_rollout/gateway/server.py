@@ -29,6 +29,7 @@ from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
 from kestrl_rollout.gateway.response_store import ResponseStore
 from kestrl_rollout.gateway.sampler import REFUSED, Sampler, count
 from kestrl_rollout.gateway.streaming import stream
+from kestrl_rollout.history.system_messages import takes_several
 
 BODY_BYTES = 32 * 1024 * 1024
 """Largest request: a million token ids are about 7 MB."""
@@ -53,6 +54,7 @@ class Gateway:
             refused: Fields that are refused where they would be counted as not obeyed.
         """
         self._chat_model, self._refused = chat_model, tuple(refused)
+        self._joins_system = not takes_several(chat_model.chat)
         host, _, port = listen.rpartition(":")
         self._listen = (host, int(port))
         self._episodes: dict[str, Opened] = {}
@@ -79,7 +81,11 @@ class Gateway:
                 self._runner = await asyncio.get_running_loop().create_task(self._started(), context=Context())
         episode, key = secrets.token_urlsafe(16), secrets.token_urlsafe(32)
         opened = self._episodes[episode] = Opened(
-            sampler, Dialogue(self._chat_model, sampler), ResponseStore(), digest(key), copy_context()
+            sampler,
+            Dialogue(self._chat_model, sampler, joins_system=self._joins_system),
+            ResponseStore(),
+            digest(key),
+            copy_context(),
         )
         try:
             host, port = self._runner.addresses[0][:2]

@@ -68,14 +68,15 @@ def read(body: bytes, tools: Sequence[ToolSchema]) -> Answer | ToolRequest:
 
 
 def _tool_request(number: str | int, params: Mapping[str, Any]) -> Answer | ToolRequest:
-    name, arguments = params.get("name"), params.get("arguments") or {}
+    name, sent = params.get("name"), params.get("arguments")
     if not isinstance(name, str) or not name:
         return Answer(200, _error(number, INVALID_PARAMS, "name is not the name of a tool"))
-    if not isinstance(arguments, dict):
+    if sent is not None and not isinstance(sent, dict):
         return Answer(200, _error(number, INVALID_PARAMS, "arguments is not an object"))
+    arguments = cast("dict[str, Any]", sent or {})
     if problem := json_problem(arguments):
         return Answer(200, _error(number, INVALID_PARAMS, f"arguments: {problem}"))
-    return ToolRequest(number, name, cast("dict[str, Any]", arguments))
+    return ToolRequest(number, name, arguments)
 
 
 def answered(request: ToolRequest, call: ToolCall) -> dict[str, Any]:

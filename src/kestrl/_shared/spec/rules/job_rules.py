@@ -172,7 +172,7 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
         if path in BUILT_IN_LOOPS and path not in CONFIGURED_LOOPS and config:
             yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
         at, context = config.get("at"), spec.inference.context_length
-        if path == "compacting_agent" and isinstance(at, int) and context is not None and at >= context:
+        if path == "compacting_agent" and isinstance(at, int) and at >= context:
             yield Problem(
                 f"spec.agent.{field}.at",
                 f"{at} leaves no room for a summary in inference.contextLength, {context}; lower it",

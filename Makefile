@@ -143,6 +143,7 @@ gen: $(STAMP)
 	$(BIN)/python scripts/gen_kubernetes.py
 	$(BIN)/python scripts/gen_chart.py
 	$(BIN)/python scripts/gen_episodes.py
+	$(BIN)/python scripts/gen_events.py
 	$(BIN)/python -m tests.contract.record --additions
 
 gen-check: $(STAMP)
@@ -150,6 +151,7 @@ gen-check: $(STAMP)
 	$(BIN)/python scripts/gen_kubernetes.py --check
 	$(BIN)/python scripts/gen_chart.py --check
 	$(BIN)/python scripts/gen_episodes.py --check
+	$(BIN)/python scripts/gen_events.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 	$(BIN)/python -m tests.contract.record --check
 

@@ -43,6 +43,7 @@ from kestrl_learner.progress.learning import learning_in
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.run_resources import RunResources
 from kestrl_learner.store import resume
+from kestrl_learner.store.event_log import EventLog
 from kestrl_learner.store.records import summary_of
 from kestrl_learner.store.run_end import end_run
 from kestrl_learner.store.runstore import DRAIN_SECONDS, Patience, RunStore
@@ -77,6 +78,7 @@ class Run:
         self._training: Training | None = None
         self._end_ranks: Callable[[], None] = _no_ranks
         self._over = False
+        self._events: EventLog | None = None
 
     @property
     def training(self) -> bool:
@@ -116,6 +118,8 @@ class Run:
             )
             raise
         finally:
+            if self._events is not None:
+                await self._events.flush()
             self.abandon()
             self._over = True
             await asyncio.to_thread(self._end_ranks)
@@ -223,7 +227,13 @@ class Run:
             self._training = Training(resources, compute, partial(_rollouts, resources, compute.model.vocabulary))
             if self._drain.is_set():
                 self._training.drain()
-            await self._training.run()
+            self._events = EventLog(resources.store, self.progress, self._training.owner)
+            storing = asyncio.create_task(self._events.watch(), name="store-events")
+            try:
+                await self._training.run()
+            finally:
+                storing.cancel()
+                await asyncio.wait([storing])
 
     async def _loaded(self, resources: RunResources) -> Compute:
         """Loads the model while workers start."""

@@ -110,6 +110,11 @@ class Training:
         """Step of the newest confirmed checkpoint."""
         self._longest_update = 0.0
 
+    @property
+    def owner(self) -> int:
+        """Fencing token of this learner."""
+        return self._ledger.token
+
     def drain(self) -> None:
         """Starts no further group."""
         self._source.drain()

@@ -29,7 +29,11 @@ async def test_a_run_stores_what_the_page_says(staged: Any) -> None:
         pass
     documented = re.findall(r"^\| `([\w./=-]+)` \|", PAGE.partition("## ")[0], re.MULTILINE)
     patterns = {
-        path: re.escape(path).replace("NNNNNN", r"\d{6}").replace("DIGEST", "[0-9a-f]{12}") for path in documented
+        path: re.escape(path)
+        .replace("NNNNNN", r"\d{6}")
+        .replace("DIGEST", "[0-9a-f]{12}")
+        .replace(r"NUMBER\-OWNER", r"\d{12}-\d{8}")
+        for path in documented
     }
     stored = open_store(stage.settings.storage).list("")
     for path in stored:

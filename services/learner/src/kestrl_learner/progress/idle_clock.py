@@ -43,7 +43,7 @@ class _EngineTime:
     counted: float = 0.0
     """Seconds without a request since the first look."""
     tools: float = 0.0
-    """Seconds of them in which episodes ran."""
+    """Seconds of these in which episodes ran."""
 
 
 @dataclass(slots=True)

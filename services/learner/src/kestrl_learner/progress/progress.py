@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -20,6 +20,8 @@ from kestrl_learner.progress.idle_clock import IdleClock
 from kestrl_learner.progress.tool_health import ToolHealth
 
 log = logging.getLogger(__name__)
+UNSTORED = 10_000
+"""Events that wait to be stored; runs that do not store them keep no more."""
 
 
 def episode_facts(episode: Episode) -> dict[str, float]:
@@ -59,6 +61,8 @@ class Progress:
         self.idle = IdleClock()
         self.skipped: set[tuple[str, int]] = set()
         """Rows whose prompts leave no room in the context, by data set and ordinal."""
+        self.unstored: deque[Entry] = deque(maxlen=UNSTORED)
+        """Events that are not stored yet, the newest of them if there are too many."""
         self._gathering_began = time.monotonic()
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS * episodes_per_step)
         self._changed = asyncio.Event()
@@ -79,8 +83,26 @@ class Progress:
     def emit(self, event: Event) -> None:
         """Records what has happened, unless it changes nothing."""
         if event.after(self.state) != self.state:
-            self.state = reduced(self.state, [Entry(number=self.state.number + 1, at=time.time(), event=event)])
+            entry = Entry(number=self.state.number + 1, at=time.time(), event=event)
+            self.state = reduced(self.state, [entry])
+            self.unstored.append(entry)
             self._wake()
+
+    def continue_numbers(self, stored: int) -> None:
+        """Numbers the events that are not stored yet after those of earlier processes.
+
+        Args:
+            stored: Number of the last stored event.
+        """
+        self.state = self.state.but(number=self.state.number + stored)
+        shifted = [entry.but(number=entry.number + stored) for entry in self.unstored]
+        self.unstored = deque(shifted, maxlen=UNSTORED)
+
+    def take_unstored(self) -> tuple[Sequence[Entry], RunState]:
+        """Events that are not stored yet, in their order, and the state after them."""
+        entries = tuple(self.unstored)
+        self.unstored.clear()
+        return entries, self.state
 
     def emit_soon(self, event: Event) -> None:
         """`emit` from any thread."""

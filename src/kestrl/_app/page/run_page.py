@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kestrl._app.episodes.reading import Batch
-from kestrl._app.page.charts import bars, curve
+from kestrl._app.page.charts import Curve, bars, curve
 from kestrl._app.page.steps import Points, StepPoint
 from kestrl.episode import Purpose
+from kestrl.runstate.stored import finished_steps, read_events
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import ObjectEpisodeStore
 
@@ -39,12 +40,22 @@ def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str
         "span": span,
         "reward": curve(_rewards(trained), span),
         "held_out": curve(_rewards(evaluated), span),
+        **_idle_curves(store, span),
         "failures": bars({point.batch.step: point.failures for point in trained}, span),
         "trained": trained[::-1],
         "evaluated": evaluated[::-1],
         "earlier": newest_steps[0] - 1 if len(steps) > len(newest_steps) else None,
         "until": until,
     }
+
+
+def _idle_curves(store: ObjectStore, span: tuple[int, int]) -> dict[str, Curve]:
+    """Shares of the steps in which the learner waited and the engines had no request, in percent."""
+    steps = {step: event for step, event in finished_steps(read_events(store)).items() if span[0] <= step <= span[1]}
+    idle = {step: event.took.idle for step, event in steps.items()}
+    learner = {step: 100 * time.learner_share for step, time in idle.items() if time.learner_share is not None}
+    engines = {step: 100 * time.engine_share for step, time in idle.items() if time.engine_share is not None}
+    return {"idle_learner": curve(learner, span), "idle_engines": curve(engines, span)}
 
 
 def _rewards(points: Sequence[StepPoint]) -> dict[int, float]:

@@ -14,6 +14,11 @@ from kestrl._app.page.addresses import digest, file_of
 from kestrl._app.page.export import export_pages
 from kestrl._app.page.library import RunsFolder, SingleRun
 from kestrl.errors import UserInputError
+from kestrl.runstate.events import StepFinished
+from kestrl.runstate.history import IdleTime, LastStep, StepCounts
+from kestrl.runstate.log import Entry
+from kestrl.runstate.segments import Segment, SegmentHeader
+from kestrl.storage import open_store
 
 Read = Callable[[str], str]
 Click = Callable[[str, str], str]
@@ -112,6 +117,20 @@ def test_a_run_shows_its_curves_and_what_is_held_out(read: Read) -> None:
     assert "step 2: infrastructure 1" in page
     assert 'href="/runs/job-1/eval/0"' in page
     assert "e/0" in read("/runs/job-1/eval/0")
+
+
+def test_a_run_shows_how_much_of_its_steps_stood_idle(read: Read, runs: Path) -> None:
+    assert "idle" not in read("/runs/job-1"), "runs of earlier versions have no events"
+    counts = StepCounts(groups=1, idle_groups=0, tool_calls=0, gradient=1.0)
+    idle = IdleTime(seconds=20, learner={"groups": 8}, engine_seconds=40, engines={"tools": 22})
+    finished = StepFinished(step=1, counts=counts, took=LastStep(idle=idle), message="")
+    segment = Segment(1, 1, SegmentHeader(), ()).with_entries([Entry(number=1, at=0.0, event=finished)])
+    open_store(str(runs / "job-1")).put(segment.path, segment.content)
+    page = read("/runs/job-1")
+    assert "Learner idle, % of the step" in page
+    assert "step 1: 40" in page
+    assert "Engines idle, % of the step" in page
+    assert "step 1: 55" in page
 
 
 def test_a_run_without_episodes_says_so(read: Read) -> None:

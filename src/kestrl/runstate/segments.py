@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from kestrl.errors import Boundary, KestrlError
 from kestrl.runstate import events
@@ -98,8 +98,9 @@ class Segment:
 
 def _kind(line: str) -> str:
     """Kind of the event in a line that this program has read or written before."""
-    content = cast("dict[str, Any]", json.loads(line))
-    return str((content.get("event") or {}).get("kind", ""))
+    content: dict[str, dict[str, Any] | None] = json.loads(line)
+    event = content.get("event")
+    return "" if event is None else str(event.get("kind", ""))
 
 
 def segment_place(path: str) -> tuple[int, int] | None:

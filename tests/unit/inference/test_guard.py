@@ -213,7 +213,7 @@ async def test_the_agent_alone_gets_the_idle_time_and_a_failing_request_ends(
     assert started == [None]
     server.fails = True
     with pytest.raises(RuntimeError):
-        await requested(*reversed(GENERATE), key(DATA))
+        await requested(GENERATE[1], GENERATE[0], key(DATA))
     server.fails = False
     before = time.monotonic()
     await requested("/health", "GET", key(CONTROL))

@@ -18,7 +18,9 @@ MANIFEST = "manifest.json"
 _EPISODES = {Purpose.TRAIN: "episodes/train", Purpose.EVALUATION: "episodes/eval"}
 _BATCH = re.compile(r"episodes/(?:train|eval)/step=(?P<step>\d+)\.parquet")
 _OLD_BATCH = re.compile(r"episodes/(?P<purpose>train|eval)/(?P<done>\d+)\.pb")
+METRICS = "metrics"
 LABELS = "episodes/labels"
+_METRICS = re.compile(r"metrics/(?P<eval>eval/)?(?P<step>\d+)\.json")
 _ADAPTER = re.compile(r"adapters/(?P<step>\d+)-(?P<digest>[0-9a-f]+)")
 _CHECKPOINT_MANIFEST = re.compile(r"checkpoints/(?P<step>\d+)/manifest\.json")
 
@@ -31,6 +33,13 @@ def step_metrics(step: int) -> str:
 def evaluation_metrics(step: int) -> str:
     """Means of the evaluation after a step; 0 is before training."""
     return f"metrics/eval/{step:06d}.json"
+
+
+def metrics_step(path: str) -> tuple[Purpose, int] | None:
+    """Purpose and step of the metrics at a path; None for other files."""
+    if parts := _METRICS.fullmatch(path):
+        return (Purpose.EVALUATION if parts["eval"] else Purpose.TRAIN, int(parts["step"]))
+    return None
 
 
 def episodes_folder(purpose: Purpose) -> str:
@@ -54,6 +63,11 @@ def episode_step(path: str) -> int | None:
     if parts := _OLD_BATCH.fullmatch(path):
         return int(parts["done"]) + (parts["purpose"] == "train")
     return None
+
+
+def episode_purpose(path: str) -> Purpose:
+    """Purpose of the batch at a path."""
+    return next(purpose for purpose, folder in _EPISODES.items() if path.startswith(f"{folder}/"))
 
 
 def episode_label(digest: str) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError, UnauthenticatedError
@@ -50,6 +50,15 @@ AWAY = frozenset(
 )
 """Errors of a network file system while its server is unavailable."""
 S3_ERROR = re.compile(r"<Error>\s*<Code>(?P<code>[^<]*)</Code>\s*<Message>(?P<message>[^<]*)</Message>")
+
+
+class ObjectVersion(NamedTuple):
+    """What identifies the content of an object without reading it."""
+
+    tag: str
+    """Differs when the object is written again."""
+    modified: float
+    """Unix seconds at which it was written."""
 
 
 def _client(mounted: Mapping[str, str]) -> ClientConfig:
@@ -234,6 +243,15 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._refused("list", prefix, error) from error
 
+    def versions(self, prefix: str) -> dict[str, ObjectVersion]:
+        """Version of each object under the folder `prefix`, by path, sorted."""
+        try:
+            listed = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - as in `list`
+            every = {str(meta["path"]): _version(meta) for batch in listed for meta in batch}
+        except (BaseError, OSError) as error:
+            raise self._refused("list", prefix, error) from error
+        return dict(sorted(every.items()))
+
     def delete(self, path: str) -> None:
         """Deletes an object; a missing one is not an error."""
         try:
@@ -242,6 +260,11 @@ class ObjectStore:
             return
         except (BaseError, OSError) as error:
             raise self._refused("delete", path, error) from error
+
+
+def _version(meta: Mapping[str, Any]) -> ObjectVersion:
+    modified = meta["last_modified"].timestamp()
+    return ObjectVersion(str(meta["e_tag"] or f"{modified}-{meta['size']}"), modified)
 
 
 def _redactor(mounted: Mapping[str, str]) -> Redactor:

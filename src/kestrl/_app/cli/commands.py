@@ -89,6 +89,9 @@ COMMANDS = {
         "Run a job for every seed, and judge it by a published number. Exit code 0 if it is reached, 1 if it is not.",
     ),
     "ui": Listed("page", "Show runs, steps and episodes in a browser: why an episode failed, beside one that did not."),
+    "push": Listed(
+        "push", "Send a run to MLflow or Weights & Biases, or write its episodes as a data set for the Hub."
+    ),
     "episodes": Listed("episodes", "List, compare and label the episodes of a run."),
     "judge": Listed("judges", "Check judge models."),
     "data": Listed("data", "Write data sets as JSONL or Parquet."),

@@ -1,0 +1,1 @@
+"""`kestrl push`: a follower of what a run stores, which sends it to experiment trackers and to data sets."""

@@ -46,9 +46,11 @@ def test_the_panel_shows_every_mean_and_failure_as_it_is(width: int) -> None:
         means={"reward": 0.5, "answer_correct": 0.25, "num_turns": 3.0},
         history=History(failures={"engine/no_engine_proved": 2, "tool/tool_raised": 3}),
     )
-    console.print(LiveView(console, "job [/b]")._draw(state, {}))
+    view = LiveView(console, "job [/b]")
+    view.update(state, {})
+    console.print(view._draw())
     printed = console.export_text()
-    failures = "failures engine/no_engine_proved 2, tool/tool_raised 3"  # a line of its own, which squeezes no column
+    failures = "failures tool/tool_raised 3, engine/no_engine_proved 2"  # a line of its own, which squeezes no column
     for expected in ("reward 0.500", "answer_correct 0.250", "num_turns 3.000", failures, "[/b]"):
         assert expected in printed
     assert "\\x1b[2J" in printed
@@ -66,7 +68,9 @@ def test_a_run_that_learns_nothing_is_warned_of_once_and_in_the_panel() -> None:
     plain.update(state.but(steps=Steps(done=3, total=9)), {})
     assert shown.getvalue().count("warning: nothing is learned: in 2 steps every reward was [equal]") == 1
     console = Console(file=StringIO(), width=80, record=True)
-    console.print(LiveView(console, "job")._draw(state, {}))
+    view = LiveView(console, "job")
+    view.update(state, {})
+    console.print(view._draw())
     text = console.export_text()
     assert "nothing is learned: in 2 steps every reward was [equal]" in text
     assert "policy none yet" in text
@@ -84,7 +88,9 @@ def test_an_outage_of_the_storage_is_shown_while_it_lasts() -> None:
         plain.update(waiting, {})
     assert shown.getvalue().count("waiting: storage does not answer: [refused]") == 1
     console = Console(file=StringIO(), width=200, force_terminal=True)
-    console.print(LiveView(console, "job")._draw(waiting, {}))
+    view = LiveView(console, "job")
+    view.update(waiting, {})
+    console.print(view._draw())
     assert "waiting: storage does not answer: [refused]" in console.file.getvalue()
     plain.update(waiting.but(storage=StoreAccess()), {})
     assert "storage is available again" in shown.getvalue()

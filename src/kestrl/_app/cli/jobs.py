@@ -37,6 +37,7 @@ def run(
 ) -> None:
     """Train on this machine: start every component of the job and wait for the result. Resumes an unfinished run."""
     from kestrl._app.engines import interpreter
+    from kestrl._app.episodes.newest import newest_verdict
     from kestrl._app.interpreters.places import in_use
     from kestrl._app.local.rundir import open_run
     from kestrl._app.local.runner import Options, run_job
@@ -50,6 +51,7 @@ def run(
         cache_dir=runs.resolve() / ".data",
         base_port=base_port,
         active_deadline=job.spec.active_deadline,
+        verdict=newest_verdict,
     )
     python = interpreter.engine_python(job.spec.inference, options.manifest_dir)
     with in_use(None if python is None else Path(python)):

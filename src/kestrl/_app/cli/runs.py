@@ -15,12 +15,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
 from kestrl._app.local.observation import observe
-from kestrl._app.local.progress import clock, detail_lines, means_line, step_words
+from kestrl._app.local.progress import change_line, clock, detail_lines, means_line, step_words
 from kestrl._app.local.rundir import RunDir, find_run
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
 from kestrl.errors import KestrlError, UserInputError
@@ -62,6 +61,8 @@ def status(
     console.print(f"[bold]{run.id}[/] {known.state}" + (f" (pid {known.pid})" if known.pid else ""))
     if record.state is not None:
         _print_state(record.state, alive=known.pid is not None)
+    if summary is not None and (change := change_line(summary.before or {}, summary.after or {})):
+        console.print(safe_line(f"held-out questions, before -> after: {change}"), markup=False, highlight=False)
     _print_components(record, alive=known.pid is not None)
     last = record.state or RunState()
     failures = (summary.failures if summary is not None else {}) or last.history.failures
@@ -87,7 +88,15 @@ def _print_components(record: RunnerRecord, *, alive: bool) -> None:
     if not record.components:
         return
     on_devices = any(seen.devices for seen in record.components.values())
-    columns = ("state", "pid", *(("devices",) if on_devices else ()), "metrics", "restarts", "last exit", "last error")
+    ended = any(seen.last_exit is not None for seen in record.components.values())
+    columns = (
+        "state",
+        "pid",
+        *(("devices",) if on_devices else ()),
+        "metrics",
+        "restarts",
+        *(("exit",) if ended else ()),
+    )
     table = Table("component", *columns)
     for name, seen in record.components.items():
         table.add_row(
@@ -97,10 +106,12 @@ def _print_components(record: RunnerRecord, *, alive: bool) -> None:
             *((", ".join(seen.devices),) if on_devices else ()),
             _metrics_port(seen) if alive else "",
             str(seen.restarts),
-            "" if seen.last_exit is None else str(seen.last_exit),
-            Text(safe(seen.last_error[:200])),
+            *(("" if seen.last_exit is None else str(seen.last_exit),) if ended else ()),
         )
     console.print(table)
+    for name, seen in record.components.items():  # in a column, an error would leave no other its width
+        if seen.last_error:
+            console.print(safe_line(f"{name}: {seen.last_error[:200]}"), markup=False, highlight=False, soft_wrap=True)
 
 
 def _metrics_port(seen: ComponentRecord) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kestrl.runstate.history import IdleTime
 from kestrl.runstate.state import RunState
 
 SHOWN_FIRST = ("reward", "answer_correct", "num_turns")
 """Means that every view shows if present, in this order."""
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def clock(seconds: float) -> str:
@@ -22,9 +23,24 @@ def means_line(means: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {means[name]:.3f}" for name in SHOWN_FIRST if name in means)
 
 
+def change_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Means on the held-out questions before and after training: `reward 0.110 -> 0.710`."""
+    names = [name for name in SHOWN_FIRST if name in before and name in after]
+    return "  ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in names)
+
+
+def sparkline(numbers: Sequence[float]) -> str:
+    """Numbers as bars, the smallest the lowest; equal ones are in the middle."""
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
+    if high - low <= 0:
+        return BARS[len(BARS) // 2] * len(numbers)
+    return "".join(BARS[round((number - low) / (high - low) * (len(BARS) - 1))] for number in numbers)
+
+
 def step_words(state: RunState) -> str:
-    """`training step 3/40`."""
-    return f"{state.activity.phase or 'in an unknown phase'} step {state.steps.done}/{state.steps.total}"
+    """`training step 3/40`; the phase alone while the number of steps is not known."""
+    phase = str(state.activity.phase or "in an unknown phase")
+    return f"{phase} step {state.steps.done}/{state.steps.total}" if state.steps.total else phase
 
 
 def policy_words(state: RunState) -> str:
@@ -33,7 +49,9 @@ def policy_words(state: RunState) -> str:
 
 
 def failure_counts(failures: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(failures.items()))
+    """Counts of failures, the most frequent first."""
+    worst_first = sorted(failures.items(), key=lambda each: (-each[1], each[0]))
+    return ", ".join(f"{name} {count}" for name, count in worst_first)
 
 
 def builds_words(state: RunState) -> str:

@@ -154,6 +154,12 @@ def next_commands(run: RunDir) -> str:
     return "\n".join(["use it:", *(f"  {shlex.join([program, *command, *where])}" for command in commands)])
 
 
+def page_command(run: RunDir) -> str:
+    """The command that opens the page of a run."""
+    program = _found(Path(sys.executable).with_name("kestrl"))
+    return shlex.join([program, "ui", run.id, "--runs", str(run.path.parent)])
+
+
 def _found(program: Path) -> str:
     """Name of a program if the shell resolves it to this file, else its path."""
     return program.name if shutil.which(program.name) == str(program) else str(program)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from kestrl._app.local.check import check_job, fitted_job
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.processes import Launcher, require_services
-from kestrl._app.local.report import print_report
+from kestrl._app.local.report import page_command, print_report
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
@@ -55,6 +56,8 @@ class Options:
     cache_dir: Path
     base_port: int | None = None
     active_deadline: float | None = None
+    verdict: Callable[[ObjectStore], str] | None = None
+    """What became of the last stored episode, in one line, for the live view."""
 
 
 @dataclass(slots=True)
@@ -211,7 +214,8 @@ def run_job(
             components: Sequence[Component] = plan(job, site)
             if replan is not None:
                 components = replan(components, site)
-            with make_view(console, f"{job.metadata.name} ({run.id})") as view:
+            verdict = None if options.verdict is None else partial(options.verdict, store)
+            with make_view(console, f"{job.metadata.name} ({run.id})", verdict) as view:
                 view.say(f"{'resuming' if resumed else 'starting'} run {run.id} in {run.path}")
                 for note in () if site.devices is None else site.devices.notes:
                     view.say(note)
@@ -233,6 +237,7 @@ def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: 
         return EXIT_FAILED
     print_report(console, run, summary, store)
     console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
+    console.print(f"look at it: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -244,6 +249,7 @@ def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSum
     if outcome.code != EXIT_INPUT:
         logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
         console.print(f"logs: {logs}", markup=False, soft_wrap=True)
+        console.print(f"episodes: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
     if summary is None:
         write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
     return outcome.code

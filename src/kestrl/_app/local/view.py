@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from threading import Thread
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,6 +23,7 @@ from kestrl._app.local.progress import (
     idle_words,
     one_line,
     policy_words,
+    sparkline,
     step_words,
     warnings,
 )
@@ -30,7 +33,13 @@ from kestrl.runstate.states import ComponentState, RunPhase
 from kestrl.terminal import safe, safe_line
 
 PLAIN_SECONDS = 15.0
-"""Minimum seconds between lines without a terminal, beside one line for each step and phase."""
+"""Minimum seconds between lines about rollouts without a terminal, beside one line for each step and phase."""
+START_SECONDS = 60.0
+"""Seconds between lines about what a start waits for, without a terminal."""
+SHOWN_STEPS = 40
+"""Steps of the curve in the panel."""
+Verdict = Callable[[], str]
+"""What became of the last stored episode, in one line; it may block."""
 
 
 class View(Protocol):
@@ -56,7 +65,7 @@ class PlainView:
         self._console = console
         self._shown: tuple[str, int, str] | None = None
         self._restarts: dict[str, int] = {}
-        self._at = 0.0
+        self._at = self._since = 0.0
         self._gathered = 0
         """Episodes in the last printed line about rollouts."""
         self._warned = self._warned_of_loss = self._warned_of_tools = False
@@ -91,25 +100,41 @@ class PlainView:
             self._waiting = state.storage.wait
             self.say(f"waiting: {self._waiting}" if self._waiting else "storage is available again")
         key = (state.activity.phase or RunPhase.STARTING, state.steps.done, state.activity.message)
-        if key == self._shown and time.monotonic() - self._at < PLAIN_SECONDS:
+        if key != self._shown:
+            self._gathered = 0
+            self._shown, self._at, self._since = key, time.monotonic(), time.monotonic()
+            self.say(one_line(state))
+        elif key[0] is RunPhase.STARTING:
+            self._say_awaited(components)
+        elif time.monotonic() - self._at >= PLAIN_SECONDS and state.gathering.episodes > self._gathered:
+            self._gathered, self._at = state.gathering.episodes, time.monotonic()
+            self.say(state.gathering.line())
+
+    def _say_awaited(self, components: Mapping[str, Observed]) -> None:
+        """Prints what a long start waits for."""
+        if time.monotonic() - self._at < START_SECONDS:
             return
-        if key == self._shown and key[0] is not RunPhase.STARTING:
-            if state.gathering.episodes > self._gathered:
-                self._gathered, self._at = state.gathering.episodes, time.monotonic()
-                self.say(state.gathering.line())
-            return
-        self._gathered = 0
-        self._shown, self._at = key, time.monotonic()
-        self.say(one_line(state))
+        self._at = time.monotonic()
+        awaited = [name for name, seen in components.items() if seen.state is not ComponentState.RUNNING]
+        self.say(f"starting for {clock(self._at - self._since)}, waiting for {', '.join(awaited) or 'the learner'}")
 
 
 class LiveView:
-    """A panel that is redrawn in place."""
+    """A panel that is redrawn in place by the clock, above which a line for each step stays.
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._title = title
-        self._started = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=4, transient=True)
+    Args:
+        console: The terminal.
+        title: Title of the panel.
+        verdict: What became of the last stored episode.
+    """
+
+    def __init__(self, console: Console, title: str, verdict: Verdict | None = None) -> None:
+        self._title, self._verdict_of = title, verdict
+        self._started = self._since = time.monotonic()
+        self._state, self._components = RunState(), dict[str, Observed]()
+        self._rewards: deque[float] = deque(maxlen=SHOWN_STEPS)
+        self._verdict, self._reading = "", Thread()
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -124,21 +149,47 @@ class LiveView:
         self._live.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, state: RunState, components: Mapping[str, Observed]) -> None:
-        self._live.update(self._draw(state, components))
+        earlier, self._state, self._components = self._state, state, dict(components)
+        if (state.activity, state.steps) != (earlier.activity, earlier.steps):
+            self._since = time.monotonic()
+        if state.steps.done > earlier.steps.done:
+            if "reward" in state.means:
+                self._rewards.append(state.means["reward"])
+            if earlier.steps.total:  # the first report of a resumed run is no step of this process
+                self.say(one_line(state))
+            self._read_verdict()
 
-    def _draw(self, state: RunState, components: Mapping[str, Observed]) -> Panel:
+    def _read_verdict(self) -> None:
+        """Reads the verdict beside the drawing, since storage may answer slowly; one at a time."""
+        if self._verdict_of is None or self._reading.is_alive():
+            return
+        verdict = self._verdict_of
+
+        def read() -> None:
+            self._verdict = verdict()
+
+        self._reading = Thread(target=read, daemon=True)
+        self._reading.start()
+
+    def _draw(self) -> Panel:
+        state, now = self._state, time.monotonic()
         bar = Table.grid(expand=True)  # a bare bar ends without a newline, and the next row would be cropped
         bar.add_row(ProgressBar(total=max(1, state.steps.total), completed=state.steps.done))
-        head = Text(safe_line(f"{step_words(state)}   {state.activity.message}"))
-        facts = _facts(state, time.monotonic() - self._started)
-        counts = state.history.failures
-        failures = [Text(safe_line(f"failures {failure_counts(counts)}"))] if counts else []
-        # On a separate line: a long cell would narrow the other columns.
+        head = f"{step_words(state)}   {clock(now - self._since)}   {state.activity.message}"
+        facts = _facts(state, now - self._started)
+        below = [f"idle {words}"] if (words := idle_words(state.last_step.idle)) else []
+        below += [state.gathering.line()] if state.gathering.wanted else []
+        if len(self._rewards) > 1:
+            below.append(f"reward {sparkline(self._rewards)} last {len(self._rewards)} steps")
+        if state.history.failures:
+            below.append(f"failures {failure_counts(state.history.failures)}")
+        if self._verdict:
+            below.append(f"last episode {self._verdict}")
+        # On separate lines: a long cell would narrow the other columns.
         warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings(state)]
-        rollouts = [Text(safe_line(state.gathering.line()))] if state.gathering.wanted else []
-        idle = [Text(f"idle {words}")] if (words := idle_words(state.last_step.idle)) else []
-        lines = Group(head, bar, facts, *idle, *rollouts, *failures, *warning_lines, _components(components))
-        return Panel(lines, title=Text(self._title), title_align="left")
+        texts = [Text(safe_line(line)) for line in below]
+        shown = Group(Text(safe_line(head)), bar, facts, *texts, *warning_lines, _components(self._components))
+        return Panel(shown, title=Text(self._title), title_align="left")
 
 
 def _facts(state: RunState, elapsed: float) -> Table:
@@ -171,6 +222,6 @@ def _components(components: Mapping[str, Observed]) -> Text:
     return text
 
 
-def make_view(console: Console, title: str) -> View:
+def make_view(console: Console, title: str, verdict: Verdict | None = None) -> View:
     """View for the kind of output."""
-    return LiveView(console, title) if console.is_terminal else PlainView(console)
+    return LiveView(console, title, verdict) if console.is_terminal else PlainView(console)

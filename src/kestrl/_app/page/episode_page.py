@@ -13,9 +13,9 @@ from kestrl._app.episodes.labels import read_labels
 from kestrl._app.episodes.places import EpisodePlace
 from kestrl._app.episodes.reading import Batch, batch_table, stored_episodes
 from kestrl._app.episodes.tokens import TokenFacts, row_tokens
+from kestrl._app.episodes.verdict import verdict_of
 from kestrl._app.page.addresses import digest
 from kestrl._app.page.conversation import aligned, difference_place, exchanges
-from kestrl._app.page.verdict import verdict_of
 from kestrl.episode import Episode
 from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore

@@ -130,7 +130,9 @@ def test_the_warning_is_shown_once_until_calls_work_again():
         plain.update(each, {})
     assert shown.getvalue().count("warning: tools: none of the [4] called") == 2
     console = Console(file=StringIO(), width=80, record=True)
-    console.print(LiveView(console, "job")._draw(warned, {}))
+    view = LiveView(console, "job")
+    view.update(warned, {})
+    console.print(view._draw())
     assert "tools: none of the [4] called" in console.export_text()
 
 

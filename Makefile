@@ -144,6 +144,7 @@ gen: $(STAMP)
 	$(BIN)/python scripts/gen_chart.py
 	$(BIN)/python scripts/gen_episodes.py
 	$(BIN)/python scripts/gen_events.py
+	$(BIN)/python scripts/gen_telemetry.py
 	$(BIN)/python -m tests.contract.record --additions
 
 gen-check: $(STAMP)
@@ -152,6 +153,7 @@ gen-check: $(STAMP)
 	$(BIN)/python scripts/gen_chart.py --check
 	$(BIN)/python scripts/gen_episodes.py --check
 	$(BIN)/python scripts/gen_events.py --check
+	$(BIN)/python scripts/gen_telemetry.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 	$(BIN)/python -m tests.contract.record --check
 

@@ -438,19 +438,12 @@ def test_an_operator_that_traces_may_reach_where_its_traces_go(helm: Helm) -> No
 # Monitoring
 
 
-def exported(instrument: Instrument) -> str:
-    """A metric's name at the Prometheus endpoint."""
-    name = instrument.name.replace(".", "_")
-    unit = {"s": "seconds"}.get(instrument.unit, "")
-    return name + (f"_{unit}" if unit and not name.endswith(unit) else "") + ("_total" if instrument.counts else "")
-
-
 def metrics_named_in(text: str) -> set[str]:
     return {name for name in re.findall(r"\bkestrl_[a-z_]+", text) if name not in {"kestrl_dev_job", "kestrl_dev_role"}}
 
 
 def test_alerts_and_dashboard_name_metrics_that_there_are(helm: Helm) -> None:
-    known = {exported(instrument) for instrument in vars(Metric).values() if isinstance(instrument, Instrument)}
+    known = {instrument.prometheus for instrument in vars(Metric).values() if isinstance(instrument, Instrument)}
     objects = helm.render(None, *PROMETHEUS)
     alerts = {rule["expr"] for group in objects.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"]}
     assert metrics_named_in("\n".join(alerts)) - known == set()

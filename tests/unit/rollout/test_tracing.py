@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry import trace
@@ -13,7 +14,12 @@ from opentelemetry.trace import TraceFlags
 from tests.fakes.engine import Fault
 
 from kestrl._shared import telemetry
+from kestrl._shared.telemetry.names import SpanName
 from kestrl._shared.telemetry.sampling import sampler
+from kestrl.api.common.v1 import common_pb2 as common
+from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.errors import JudgeFailure
+from kestrl_rollout.groups.scoring import Judge
 
 
 async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter) -> None:
@@ -61,3 +67,34 @@ async def test_without_tracing_nothing_is_sent(stage: Any) -> None:
     episode = await stage.episode()
     assert episode.trace_id == ""
     assert "traceparent" not in stage.engine.prompts[0].headers
+
+
+class Scores:
+    """A connection to a judge that answers with rewards, or does not."""
+
+    def __init__(self, *rewards: float) -> None:
+        self._rewards = rewards
+
+    async def call(self, *_: Any, **__: Any) -> pb.ScoreGroupResponse:
+        if not self._rewards:
+            raise JudgeFailure("it is away", code="judge_away")
+        scores = [pb.EpisodeScore(episode_id=f"g/{place}", reward=reward) for place, reward in enumerate(self._rewards)]
+        return pb.ScoreGroupResponse(scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "attributes"),
+    [
+        ((0.25, -1.0), {"kestrl.reward.lowest": -1.0, "kestrl.reward.highest": 0.25}),
+        ((), {"kestrl.failure.boundary": "judge", "error.type": "judge_away"}),
+    ],
+)
+async def test_a_scores_span_says_what_to_keep(
+    exporter: InMemorySpanExporter, rewards: tuple[float, ...], attributes: dict[str, Any]
+) -> None:
+    group = common.Group(id="g", episodes=[common.Episode(id="g/0"), common.Episode(id="g/1")])
+    await Judge(cast("Any", Scores(*rewards)), component="rollout-0").score(
+        group, max_turns=3, ends=time.monotonic() + 9
+    )
+    (span,) = [span for span in exporter.get_finished_spans() if span.name == SpanName.SCORE]
+    assert dict(span.attributes or {}) == {"kestrl.group.id": "g", **attributes}

@@ -17,21 +17,37 @@ class SpanName:
     """
 
     JOB = "kestrl.job"
+    """A process of a run that trains or evaluates; the root on one machine."""
     STEP = "kestrl.step"
+    """An optimiser step, from its first group to the verified policy."""
     GROUP = "kestrl.group"
+    """A group: sent and decided on by the learner, run by a worker."""
     EPISODE = "kestrl.episode"
+    """An attempt, without its score."""
     MODEL_CALL = "kestrl.model_call"
+    """A completion that an engine samples."""
     TOOL_CALL = "kestrl.tool_call"
+    """A tool call as the worker sees it."""
     TOOL_EXECUTE = "kestrl.tool_execute"
+    """A tool call in the tool service."""
     SCORE = "kestrl.score"
+    """The scoring of a group, in the worker and in the judge."""
     JUDGE_CALL = "kestrl.judge_call"
+    """A request to a judge model."""
     UPDATE = "kestrl.update"
+    """The computation of a step: log-probs, loss and update."""
     PUBLISH = "kestrl.publish"
+    """The publication of a policy until engines have verified it."""
     LOAD = "kestrl.load"
+    """The loading of a policy into an engine."""
     PROVE = "kestrl.prove"
+    """The verification of a policy by its probe."""
     EVALUATE = "kestrl.evaluate"
+    """An evaluation on the held-out questions."""
     CHECKPOINT = "kestrl.checkpoint"
+    """The writing of a checkpoint."""
     RECONCILE = "kestrl.reconcile"
+    """A reconcile of a job by the operator; the root on a cluster."""
 
 
 class EventName:
@@ -44,29 +60,52 @@ class EventName:
 class Attr:
     """Attributes."""
 
-    COMPONENT = "kestrl.component"
     JOB = "kestrl.job.name"
+    """Name of the job; of the resource and of `kestrl.job` and `kestrl.reconcile`."""
     RUN = "kestrl.run.id"
+    """Id of the run; of the resource and of `kestrl.job`."""
     STEP = "kestrl.step"
+    """Number of the optimiser step."""
     GROUP_ID = "kestrl.group.id"
+    """Id of the group."""
     EPISODE_ID = "kestrl.episode.id"
+    """Id of the episode, as `kestrl episodes` names it."""
     SCENARIO_ID = "kestrl.scenario.id"
+    """Id of the scenario."""
     POLICY = "kestrl.policy.version"
+    """Name of the policy's version."""
     ENGINE = "kestrl.engine"
+    """Name of the engine."""
     TURN = "kestrl.turn"
+    """Number of the turn, from 0."""
     OUTCOME = "kestrl.tool.outcome"
+    """Outcome of a tool call: `ok`, `invalid_json`, `schema_violation` and so on."""
     STOP_REASON = "kestrl.stop_reason"
-    REWARD = "kestrl.reward"
+    """Why the episode ended."""
+    LOWEST_REWARD = "kestrl.reward.lowest"
+    """Lowest reward of a scored group."""
+    HIGHEST_REWARD = "kestrl.reward.highest"
+    """Highest reward of a scored group; equal to the lowest in a group without an advantage."""
     ATTEMPTS = "kestrl.job.attempts"
+    """Restarts of the job's learner that count."""
     PARKED = "kestrl.job.parked"
+    """Whether the job waits for a person."""
     FAILURE_BOUNDARY = "kestrl.failure.boundary"
+    """Where a failure came from; of every span that failed."""
     FORK_REASON = "kestrl.fork.reason"
+    """Why a row was begun; of the event `kestrl.fork`."""
     ERROR_TYPE = "error.type"
+    """Code of a failure."""
     TOOL_NAME = "gen_ai.tool.name"
+    """Name of the tool."""
     MODEL = "gen_ai.request.model"
+    """Policy or judge model that is called."""
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    """Tokens of the prompt."""
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    """Sampled tokens."""
     FINISH_REASON = "gen_ai.response.finish_reasons"
+    """Why sampling ended."""
 
 
 class Instrument(NamedTuple):
@@ -78,6 +117,13 @@ class Instrument(NamedTuple):
     labels: tuple[str, ...] = ()
     counts: bool = False
     """Whether it is a counter."""
+
+    @property
+    def prometheus(self) -> str:
+        """The name at the Prometheus endpoint."""
+        name = self.name.replace(".", "_")
+        unit = "_seconds" if self.unit == "s" and not name.endswith("seconds") else ""
+        return name + unit + ("_total" if self.counts else "")
 
 
 class Metric:

@@ -37,6 +37,12 @@ class Score:
     answer: str | None = None
 
 
+def _spread(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Attributes by which a collector keeps what is worth looking at: groups with an advantage, or a low reward."""
+    rewards = [score.reward for score in scores.values() if score.reward is not None]
+    return {Attr.LOWEST_REWARD: min(rewards), Attr.HIGHEST_REWARD: max(rewards)} if rewards else {}
+
+
 class Judge:
     """Client of the judge."""
 
@@ -52,7 +58,7 @@ class Judge:
         judged = [episode for episode in group.episodes if not episode.HasField("failure")]
         if not judged:
             return
-        with span(SpanName.SCORE, {Attr.GROUP_ID: group.id}):
+        with span(SpanName.SCORE, {Attr.GROUP_ID: group.id}) as current:
             request = pb.ScoreGroupRequest(group=group, max_turns=max_turns)
             if len(judged) < len(group.episodes):
                 del request.group.episodes[:]
@@ -62,9 +68,11 @@ class Judge:
                 scores = read_scores(list(answer.scores))
             except KestrlError as error:
                 failure = failure_to_proto(error.failure(component=self._component))
+                current.set_attributes({Attr.FAILURE_BOUNDARY: str(error.boundary), Attr.ERROR_TYPE: error.code})
                 for episode in judged:
                     episode.failure.CopyFrom(failure)
                 return
+            current.set_attributes(_spread(scores))
         group.scoring_json = answer.details_json
         for episode in judged:
             self._write(episode, scores.get(episode.id))

@@ -87,6 +87,8 @@ ACT = "act"
 """Method of an adapter of environments that takes the turns of the model that call no tool."""
 ENVIRONMENT_REWARD = "get_reward"
 """Method that returns an environment's own reward, named so by TRL, and the reward's key in the environment's state."""
+ENVIRONMENT_WEIGHTS = f"{ENVIRONMENT_REWARD}.weights"
+"""Key of the weights that the environment itself gives the parts of its reward."""
 
 
 UNSCORED = "unscored"

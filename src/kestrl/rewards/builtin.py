@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from kestrl.episode import ENVIRONMENT_REWARD, CallOutcome
+from kestrl.episode import ENVIRONMENT_REWARD, ENVIRONMENT_WEIGHTS, CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
 from kestrl.rewards.answers import (
     MAX_READ,
@@ -160,27 +160,31 @@ def environment_reward(attempt: Attempt, *, weights: Mapping[str, float] | None 
 
     Args:
         attempt: The finished episode.
-        weights: Weight of each part of a reward with several; 1 for those that are not here.
+        weights: Weight of each part of a reward with several; for those that are not here, the environment's own, or 1.
 
     Raises:
         ValueError: None of them has a reward, or there is no such part.
     """
     states = attempt.episode.environments.values()
-    rewards = [state[ENVIRONMENT_REWARD] for state in states if is_mapping(state) and ENVIRONMENT_REWARD in state]
-    if not rewards:
+    rewarded = [state for state in states if is_mapping(state) and ENVIRONMENT_REWARD in state]
+    if not rewarded:
         raise ValueError(
             "no environment of this episode has a reward; give one of the row's environments a method "
             f"{ENVIRONMENT_REWARD}() that returns a number"
         )
     parts: dict[str, float] = {}
-    for reward in rewards:
+    weighed: dict[str, float] = {}
+    for state in rewarded:
+        reward, own = state[ENVIRONMENT_REWARD], state.get(ENVIRONMENT_WEIGHTS)
+        weighed |= {str(name): float(weight) for name, weight in own.items()} if is_mapping(own) else {}
         for name, value in reward.items() if is_mapping(reward) else (("", reward),):
             parts[name] = parts.get(name, 0.0) + float(value)
     unknown = sorted(set(weights or {}) - set(parts))
     if unknown:
         known = ", ".join(filter(None, parts)) or "none"
         raise ValueError(f"weights: the environment's reward has no part {', '.join(unknown)} (it has: {known})")
-    total = math.fsum((weights or {}).get(name, 1.0) * value for name, value in parts.items())
+    weighed |= weights or {}
+    total = math.fsum(weighed.get(name, 1.0) * value for name, value in parts.items())
     return Score(value=total, metrics={f"reward.{name}": value for name, value in parts.items() if name})
 
 

@@ -20,7 +20,8 @@ from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.conversation.tool_session import expanded, unrendered
-from kestrl_rollout.hosts.opening import with_outside_agent
+from kestrl_rollout.hosts.inside.verifiers_host import row_problem
+from kestrl_rollout.hosts.opening import with_outside
 from kestrl_rollout.loading import load_chat_model, load_job_loops
 
 MOST_PROBLEMS = 20
@@ -75,6 +76,8 @@ class RowCheck:
         """Number of tokens of a row's prompt, or an upper bound below the context length. Raises UserInputError."""
         scenario = row.scenario
         loop = self._loops.of(scenario.agent)
+        if loop.environment and (problem := row_problem(scenario.metadata)) is not None:
+            raise UserInputError(problem[1])
         rendered = loop.uses_tools and not loop.writes_prompts
         wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if rendered else ()
         names = tuple(name for name in expanded(wanted, self._environments) if name in self._tools)
@@ -114,7 +117,7 @@ class RowCheck:
 
 async def _loops(rollout: RolloutSettings) -> Loops:
     """The job's loops, of which an agent outside of the worker was started once."""
-    async with with_outside_agent(load_job_loops(rollout), rollout.outside, rollout.python_path) as loops:
+    async with with_outside(load_job_loops(rollout), rollout) as loops:
         return loops
 
 

@@ -23,7 +23,7 @@ from kestrl_rollout.groups.episodes import EpisodeRunner
 from kestrl_rollout.groups.group_runner import GroupRunner
 from kestrl_rollout.groups.scoring import SERVICE as JUDGE_SERVICE
 from kestrl_rollout.groups.scoring import Judge
-from kestrl_rollout.hosts.opening import with_outside_agent
+from kestrl_rollout.hosts.opening import with_outside
 from kestrl_rollout.loading import load_chat_model, load_job_loops
 from kestrl_rollout.servicer import RolloutServicer
 
@@ -39,7 +39,7 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
     chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
     async with (
-        with_outside_agent(loops, settings.outside, settings.python_path) as loops,
+        with_outside(loops, settings) as loops,
         EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
         rpc.channel(settings.tools_address) as to_tools,
         rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,

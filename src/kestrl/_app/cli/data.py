@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -125,7 +125,8 @@ def reasoning_gym(
     ] = None,
 ) -> None:
     """List tasks of a generator of reasoning-gym as rows, each with its digest."""
-    environment = _reasoning_gym(generator, config, package or [])
+    gym = {"generator": generator, "config": _settings(config)}
+    environment = _environment("reasoningGym", gym, package or [])
     assert environment.reasoning_gym is not None
     python = interpreter_of(environment, field="--package")
     wanted = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
@@ -134,20 +135,50 @@ def reasoning_gym(
     typer.echo(f"{out}: {len(rows)} rows")
 
 
-def _reasoning_gym(generator: str, config: str, packages: list[str]) -> Environment:
-    """The environment of a generator, as a manifest has it.
+@data.command("verifiers")
+def verifiers(
+    taskset: Annotated[
+        str,
+        typer.Argument(help="Name of the task set: a package in this folder or of --package.", show_default=False),
+    ],
+    out: Out,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of tasks, the first ones. Default: all.")] = None,
+    config: Annotated[
+        str, typer.Option(help="Settings of the task set as JSON: those of the manifest's verifiers.config.taskset.")
+    ] = "{}",
+    package: Annotated[
+        list[str] | None,
+        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
+    ] = None,
+) -> None:
+    """List tasks of a task set of verifiers as rows, each with its digest."""
+    settings = {"taskset": _settings(config)}
+    environment = _environment("verifiers", {"taskset": taskset, "config": settings}, package or [])
+    python = interpreter_of(environment, field="--package")
+    wanted = {"taskset": taskset, "settings": settings["taskset"], "size": size}
+    rows = listed_rows(str(python), wanted, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+def _settings(config: str) -> Any:
+    try:
+        return json.loads(config)
+    except ValueError as error:
+        raise UserInputError(f"--config: is no JSON: {error}") from error
+
+
+def _environment(kind: str, fields: dict[str, Any], packages: list[str]) -> Environment:
+    """An environment as a manifest has it.
 
     Raises:
         UserInputError: An option is invalid.
     """
     try:
-        gym = {"generator": generator, "config": json.loads(config)}
-        return Environment.model_validate({"reasoningGym": gym, "python": {"requirements": packages}})
+        return Environment.model_validate({kind: fields, "python": {"requirements": packages}})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserInputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    except ValueError as error:
-        raise UserInputError(f"--config: is no JSON: {error}") from error
 
 
 def register(app: typer.Typer) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ SECONDS = 1800.0
 MARK = "error: "
 
 
-def listed_rows(python: str, wanted: Mapping[str, Any], *, field: str) -> list[dict[str, Any]]:
+def listed_rows(
+    python: str, wanted: Mapping[str, Any], *, field: str, python_path: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
     """The rows of a request, listed in an interpreter.
 
     Args:
         python: The interpreter.
         wanted: The request.
         field: What the request is named, for messages.
+        python_path: Folders with the user's code.
 
     Raises:
         UserInputError: The tasks cannot be listed.
@@ -40,7 +43,7 @@ def listed_rows(python: str, wanted: Mapping[str, Any], *, field: str) -> list[d
             ended = subprocess.run(  # noqa: S603 - an interpreter that we made
                 [python, "-m", MODULE, "--out", str(out)],
                 input=json.dumps(wanted),
-                env={**without_python(os.environ), "PYTHONPATH": str(sources)},
+                env={**without_python(os.environ), "PYTHONPATH": os.pathsep.join(map(str, (sources, *python_path)))},
                 cwd=folder,
                 capture_output=True,
                 text=True,

@@ -119,9 +119,12 @@ class _Check:
                 found.problems += _few(_unknown_tools(read, names))
             found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
+        rollout = settings[Role.ROLLOUT]
+        assert isinstance(rollout, RolloutSettings)
         has_interpreter = spec.agent.python is None or self._agent_python is not None
+        has_interpreter &= rollout.environment is None or rollout.environment.python is not None
         if folder is not None and not tools.problems and has_interpreter:
-            self._rollout(settings[Role.ROLLOUT], tools.facts.get("tools", ()), files, rows)
+            self._rollout(rollout, tools.facts.get("tools", ()), files, rows)
         return found
 
     def engine(self) -> None:
@@ -217,7 +220,7 @@ class _Check:
             return Report({}, tuple(str(error).splitlines()))
         check = ToolsCheck(tools=settings, data=files)
         environment = self._job.spec.environment
-        if environment is None:
+        if environment is None or environment.owns_loop:
             return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)
         if settings.tools[0].environment is not None and settings.tools[0].environment.python is None:
             return Report({}, missing="the interpreter of spec.environment")
@@ -230,7 +233,13 @@ class _Check:
 
     def _environment_rewards(self, tools: Report) -> None:
         """Compares the rule `environment_reward` with the environments that have a reward."""
-        if tools.problems or tools.missing or tools.facts.get("away"):
+        environment = self._job.spec.environment
+        if (
+            (environment is not None and environment.owns_loop)
+            or tools.problems
+            or tools.missing
+            or tools.facts.get("away")
+        ):
             return
         rewarded: Sequence[str] = tools.facts.get("rewarded", ())
         rules = [reward.rule for reward in self._job.spec.rewards]
@@ -260,11 +269,15 @@ class _Check:
             self._found.warnings += _few(f"{problem}; the episode fails if {loop} calls a tool" for problem in problems)
 
     def _rollout(
-        self, settings: Model, tools: Sequence[Any], files: dict[str, DataSettings], rows: dict[str, Sequence[DataRow]]
+        self,
+        settings: RolloutSettings,
+        tools: Sequence[Any],
+        files: dict[str, DataSettings],
+        rows: dict[str, Sequence[DataRow]],
     ) -> None:
-        assert isinstance(settings, RolloutSettings)
         check = RolloutCheck(rollout=settings, tools=tuple(tools), data={name: files[name] for name in rows})
         seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
+        seconds += settings.environment.start_seconds if settings.environment is not None else 0.0
         report = self._ask("kestrl_rollout.check", check, "spec.model.base, spec.agent", seconds)
         self._take(report)
         for name, read in rows.items():

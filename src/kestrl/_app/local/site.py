@@ -32,6 +32,8 @@ from kestrl.storage.uris import local_path as path_of
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
+NAMELESS = Endpoint(bind="", host="", port=0)
+"""Endpoint of a component that is only planned."""
 ENVIRONMENT_FIELD = "spec.environment.python.requirements"
 NAMELESS = Endpoint(bind="", host="", port=0)
 

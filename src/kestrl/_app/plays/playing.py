@@ -32,10 +32,16 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int) -> Verd
         rows: Rows that are played.
 
     Raises:
-        UserInputError: Data, tools, environment or rewards cannot be loaded.
+        UserInputError: Data, tools, environment or rewards cannot be loaded, or the environment runs its episodes
+            itself.
     """
     spec = job.spec
     train, environment = spec.data.train, spec.environment
+    if environment is not None and environment.owns_loop:
+        raise UserInputError(
+            f"spec.environment.{environment.kind}: runs its episodes itself, and is not played without a model; check "
+            "its task set with vf-validate"
+        )
     path = locate_data(
         train.uri, size=train.size, base=base, seed=spec.data.seed, cache_dir=cache_dir, field="spec.data.train.uri"
     )

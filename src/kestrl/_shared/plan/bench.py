@@ -32,13 +32,18 @@ def bench_components(
     end is the run's end.
 
     Raises:
-        UserInputError: The job has no validation data.
+        UserInputError: The job has no validation data, or an environment that runs its episodes itself.
     """
     (learner,) = (component for component in components if component.role is Role.LEARNER)
     assert isinstance(learner.settings, LearnerSettings)
     if site.validation is None or job.spec.data.validation is None:
         raise UserInputError("spec.data.validation: bench needs validation data")
     spec = job.spec
+    if spec.environment is not None and spec.environment.owns_loop:
+        raise UserInputError(
+            f"spec.environment: bench has an endpoint's model play by the loop of tools, and an environment by "
+            f"{spec.environment.kind} runs its episodes itself; use its own evaluation"
+        )
     settings = BenchSettings(
         **learner.settings.model_dump(
             include={"component", "job", "run", "listen", "python_path", "otlp_endpoint", "traced_groups"}

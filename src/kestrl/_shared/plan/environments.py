@@ -1,21 +1,27 @@
-"""The environment of a job as an entry of the tool service, and what its interpreter has. Pure."""
+"""The environment of a job as an entry of the tool service or as a host of a worker, and what its interpreter has.
+Pure.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
+from kestrl._shared.plan.settings.rollout import OutsideEnvironment
 from kestrl._shared.plan.settings.tools import EnvironmentEntry, ProcessEntry, ToolEntry
 from kestrl._shared.plan.site import Site
-from kestrl._shared.spec.environments import NAME, Environment
+from kestrl._shared.spec.environments import NAME, Environment, VerifiersEnvironment
 from kestrl._shared.spec.job import JobSpec
+from kestrl.tools.shapes import is_mapping
 
 HOST_REQUIREMENTS = ("docstring-parser>=0.16", "jsonschema-rs>=0.33", "pydantic>=2.11", "typing-extensions>=4.12")
 """What the host of an environment imports beside the standard library."""
 KIND_REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "reasoningGym": ("reasoning-gym",),
     "openenv": ("websockets>=15",),
+    "verifiers": ("verifiers>=0.4,<0.5", "uv"),
 }
 """What the adapter of a kind imports; requirements of the manifest for the same package replace them."""
 ADAPTERS: Mapping[str, str] = {
@@ -52,11 +58,54 @@ def offers_tools(spec: JobSpec) -> bool:
 def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
     """The environment of a job as an entry of the tool service; none if it has none."""
     environment = spec.environment
-    if environment is None:
+    if environment is None or environment.owns_loop:
         return ()
     rollout = spec.rollout
     episodes, deadline = rollout.replicas * rollout.concurrency, rollout.deadlines.tool
     return (environment_entry(environment, site.environment_python, episodes=episodes, deadline=deadline),)
+
+
+def outside_environment(spec: JobSpec, site: Site) -> OutsideEnvironment | None:
+    """The environment of a job that runs its episodes itself, as a worker has it; None for another."""
+    environment = spec.environment
+    if environment is None or environment.verifiers is None:
+        return None
+    rollout = spec.rollout
+    return OutsideEnvironment(
+        name=NAME,
+        taskset=environment.verifiers.taskset,
+        python=site.environment_python,
+        config=verifiers_config(environment.verifiers, spec),
+        sessions=ceil((environment.sessions or rollout.replicas * rollout.concurrency) / rollout.replicas),
+        wait_seconds=WAIT_SHARE * rollout.deadlines.tool,
+        start_seconds=environment.start_timeout,
+    )
+
+
+def verifiers_config(environment: VerifiersEnvironment, spec: JobSpec) -> dict[str, Any]:
+    """Configuration of verifiers' environment. Its limits are those of the job, so that an episode that reaches one is
+    scored, and not refused a call.
+    """
+    limits = {
+        "max_turns": spec.agent.max_turns,
+        "max_output_tokens": spec.agent.max_tokens,
+        "max_total_tokens": spec.inference.context_length,
+    }
+    harness = {"harness": {"id": environment.harness}} if environment.harness else {}
+    base = {
+        "taskset": {"id": environment.taskset},
+        "agent": {"runtime": {"type": "subprocess"}, **limits, **harness},
+    }
+    return _merged(base, environment.config)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes, which reach into nested ones."""
+    merged = dict(base)
+    for name, change in changes.items():
+        before = merged.get(name)
+        merged[name] = _merged(before, change) if is_mapping(before) and is_mapping(change) else change
+    return merged
 
 
 def environment_entry(environment: Environment, python: str | None, *, episodes: int, deadline: float) -> ToolEntry:

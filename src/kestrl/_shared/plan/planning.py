@@ -10,7 +10,7 @@ from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
 from kestrl._shared.plan.engines import engine_component, failure_file
-from kestrl._shared.plan.environments import environment_entries, offers_tools
+from kestrl._shared.plan.environments import environment_entries, offers_tools, outside_environment
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.judges import (
     correctness_entry,
@@ -173,6 +173,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "agent": spec.agent.loop,
             "agent_config": {} if spec.agent.outside else spec.agent.config,
             "outside": outside_agent(spec.agent, site),
+            "environment": outside_environment(spec, site),
             "refused_fields": tuple(spec.agent.refuses),
             "gateway_listen": gateway_listen(spec.agent, site),
             "tool_call_format": spec.agent.tool_call_format,

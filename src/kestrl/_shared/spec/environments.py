@@ -15,6 +15,8 @@ Requirement = Annotated[
 ]
 PythonVersion = Annotated[str, Field(pattern=r"^3\.(1[1-9]|[2-9][0-9])(\.[0-9]+)?$")]
 GeneratorName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+PluginName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,99}$")]
+"""Name of a package that brings a task set or a harness of verifiers."""
 NAME = "environment"
 """Name of the environment of a job: in `Episode.environments`, and of its entry in the tool service."""
 
@@ -69,9 +71,23 @@ class OpenEnvEnvironment(Model):
         return self
 
 
+class VerifiersEnvironment(Model):
+    """A task set of verifiers, which runs its episodes itself: one request of its environment server for each."""
+
+    taskset: PluginName
+    """Name of the task set: a package beside the manifest, of `python.requirements`, or one of verifiers' own."""
+    harness: PluginName | None = None
+    """Name of the program that plays it, such as `null` for a plain chat. Default: the task set's own, or `bash`."""
+    config: JsonObject = {}
+    """Further settings of the environment as verifiers has them, such as `{agent: {timeout: {scoring: 30}}}`. The
+    harness runs as a process of this machine (`agent.runtime`), and `agent.max_turns`, `max_output_tokens` and
+    `max_total_tokens` are those of the job, unless they stand here."""
+
+
 class Environment(Model):
     """The environment of a job, in place of `tools`."""
 
+    verifiers: VerifiersEnvironment | None = None
     trl: TrlEnvironment | None = None
     openenv: OpenEnvEnvironment | None = None
     reasoning_gym: ReasoningGymEnvironment | None = None
@@ -89,12 +105,13 @@ class Environment(Model):
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if len(self._kinds) != 1:
-            raise ValueError("give `trl`, `openenv`, `reasoningGym` or `adapter`, and one of them only")
+            raise ValueError("give `verifiers`, `trl`, `openenv`, `reasoningGym` or `adapter`, and one of them only")
         return self
 
     @property
     def _kinds(self) -> Mapping[str, Model]:
         kinds = {
+            "verifiers": self.verifiers,
             "trl": self.trl,
             "openenv": self.openenv,
             "reasoningGym": self.reasoning_gym,
@@ -106,3 +123,8 @@ class Environment(Model):
     def kind(self) -> str:
         """Name of the field with the kind."""
         return next(iter(self._kinds))
+
+    @property
+    def owns_loop(self) -> bool:
+        """Whether it runs its episodes itself, by their URL, so that no loop of the worker plays it."""
+        return self.verifiers is not None

@@ -11,7 +11,8 @@ from typing import Any
 from kestrl.agents import Conversation, Loop
 from kestrl.compat.verl import imports
 from kestrl.compat.verl.loops import adapt
-from kestrl.errors import UserInputError
+from kestrl.episode import Json
+from kestrl.errors import Boundary, UserInputError
 from kestrl_rollout.agents.compacting_agent import CompactingAgent
 from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
@@ -39,11 +40,28 @@ class LoadedLoop:
     """Whether its prompts are its own, with the tools that it offers the model."""
     field: str = FIELD
     """The manifest field that names it, for messages."""
+    environment: bool = False
+    """Whether it is an environment that runs its episodes itself, which gives the prompt, too."""
 
     @property
     def title(self) -> str:
         """Field and name, for messages."""
         return f"{self.field} {self.name}"
+
+    @property
+    def boundary(self) -> Boundary:
+        """What an episode waits for while it runs."""
+        if self.environment:
+            return Boundary.ENVIRONMENT
+        return Boundary.INFRASTRUCTURE if self.built_in else Boundary.USER_CODE
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentResult:
+    """What an environment that runs its episodes itself returns for one."""
+
+    states: Mapping[str, Json]
+    """State of the environment by its name, for the rule `environment_reward`."""
 
 
 BUILT_IN = {

@@ -19,7 +19,7 @@ from kestrl.agents import LimitReached
 from kestrl.episode import Episode, Json, Scenario, StopReason
 from kestrl.errors import Boundary, Failure, KestrlError, UserCodeError, UserInputError, described
 from kestrl.tools import SandboxInUse
-from kestrl_rollout.agents.loading import LoadedLoop, Loops
+from kestrl_rollout.agents.loading import EnvironmentResult, LoadedLoop, Loops
 from kestrl_rollout.conversation.episode_conversation import EpisodeConversation
 from kestrl_rollout.conversation.tool_calls import ToolLimits
 from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, ToolSession, unrendered
@@ -189,7 +189,7 @@ class EpisodeRunner:
         attempt.tools = self._toolbox.session(attempt.id, scenario, names, seconds=request.deadlines.episode)
         if offered.has_prompt:
             scenario = await self._prompted(scenario, attempt, attempt.tools, request.deadlines)
-        if not scenario.messages:
+        if not scenario.messages and not loop.environment:
             raise UserInputError(
                 f"scenario {scenario.id}: has no prompt, and no environment gives it; add one to the row",
                 code="no_prompt",
@@ -262,7 +262,7 @@ class EpisodeRunner:
         assert conversation is not None
         assert loop is not None
         try:
-            with attempt.waiting.on(Boundary.INFRASTRUCTURE if loop.built_in else Boundary.USER_CODE):
+            with attempt.waiting.on(loop.boundary):
                 returned = await self._run_loop(loop, attempt, conversation)
         except LimitReached:
             returned = None  # the conversation has recorded which limit
@@ -282,6 +282,8 @@ class EpisodeRunner:
             raise _raised_by_loop(loop, _describe(error)) from error
         if conversation.broken is not None:
             raise conversation.broken
+        if isinstance(returned, EnvironmentResult):
+            attempt.environments, returned = returned.states, None
         attempt.info = checked_info(loop.title, conversation.info)
         score = returned_reward(loop.title, returned)
         if score is not None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 
-from kestrl._shared.plan.settings.rollout import OutsideAgent
+from kestrl._shared.plan.settings.rollout import OutsideAgent, OutsideEnvironment, RolloutSettings
+from kestrl.errors import UserInputError
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.hosts.command import CommandHost
+from kestrl_rollout.hosts.environment import FIELD, EnvironmentLoop
 from kestrl_rollout.hosts.host import Host
+from kestrl_rollout.hosts.inside import host_program
 from kestrl_rollout.hosts.loop import HostLoop
 from kestrl_rollout.hosts.process import ProcessHost
 from kestrl_rollout.hosts.stops import Stops
@@ -49,23 +54,71 @@ async def opened_host(agent: OutsideAgent, python_path: Sequence[str]) -> AsyncG
             config=agent.config,
             variables=agent.env,
             python_path=python_path,
+            folder=folder,
         )
-        try:
-            await host.start()
+        async with _running(host):
             yield host
-        finally:
-            await host.close()
 
 
 @asynccontextmanager
-async def with_outside_agent(
-    loops: Loops, agent: OutsideAgent | None, python_path: Sequence[str]
-) -> AsyncGenerator[Loops]:
-    """The job's loops, of which the agent outside of the worker is the default if there is one.
+async def _running(host: ProcessHost) -> AsyncGenerator[None]:
+    """Starts the process of a host, and ends it with the context."""
+    try:
+        await host.start()
+        yield
+    finally:
+        await host.close()
+
+
+@asynccontextmanager
+async def opened_environment(
+    environment: OutsideEnvironment, python_path: Sequence[str]
+) -> AsyncGenerator[EnvironmentLoop]:
+    """The loop of an environment that runs its episodes itself, while the context is open.
+
+    Raises:
+        UserInputError: The environment cannot be loaded.
+    """
+    if environment.python is None:
+        raise UserInputError("spec.environment: has no interpreter here, and would run in the worker's")
+    python = Path(environment.python)
+    variables = {"PATH": os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))}
+    host = ProcessHost(
+        "verifiers_host:VerifiersHost",
+        python=str(python),
+        config={"environment": environment.config, "sessions": environment.sessions},
+        variables=variables,
+        python_path=(*python_path, str(Path(host_program.__file__).parent)),
+        folder=python_path[0] if python_path else None,
+        field=FIELD,
+        starts=True,
+        start_seconds=environment.start_seconds,
+    )
+    async with _running(host):
+        yield EnvironmentLoop(host, environment)
+
+
+@asynccontextmanager
+async def with_outside(loops: Loops, settings: RolloutSettings) -> AsyncGenerator[Loops]:
+    """The job's loops, of which the agent or environment outside of the worker is the default if there is one.
 
     Raises:
         UserInputError: It cannot be loaded.
     """
+    agent, python_path = settings.outside, settings.python_path
+    if settings.environment is not None:
+        async with opened_environment(settings.environment, python_path) as environment:
+            outside = LoadedLoop(
+                run=environment.run,
+                name=settings.environment.taskset,
+                field=FIELD,
+                built_in=True,
+                uses_tools=False,
+                reads_calls=False,
+                environment=True,
+            )
+            yield replace(loops, default=outside)
+        return
     if agent is None:
         yield loops
         return

@@ -32,8 +32,6 @@ Message = dict[str, Any]
 class ProcessHost:
     """Runs episodes in one process, which is started again after its end."""
 
-    field = "agent.run"
-
     def __init__(
         self,
         run: str,
@@ -42,6 +40,10 @@ class ProcessHost:
         config: Mapping[str, Any],
         variables: Mapping[str, str],
         python_path: Sequence[str],
+        folder: str | None,
+        field: str = "agent.run",
+        starts: bool = False,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         """Describes it.
 
@@ -50,13 +52,17 @@ class ProcessHost:
             python: Interpreter; None for that of the worker.
             config: Keyword arguments.
             variables: Environment variables of the manifest.
-            python_path: Folders with the user's code.
+            python_path: Folders with the code.
+            folder: Where it runs; None for the worker's folder.
+            field: The manifest field of the agent.
+            starts: Whether it is a class with a method `start`, which is awaited first.
+            start_seconds: Time limit for imports and `start`.
         """
-        self.name = run
+        self.field, self.name = field, run
         self._python = python or sys.executable
-        self._settings = {"run": run, "config": dict(config), "python_path": list(python_path)}
+        self._settings = {"run": run, "config": dict(config), "python_path": list(python_path), "starts": starts}
         self._variables = {**inherited(), "PYTHONUNBUFFERED": "1", **variables}
-        self._folder = python_path[0] if python_path else None
+        self._folder, self._start_seconds = folder, start_seconds
         self._starting = asyncio.Lock()
         self._process: _Process | None = None
 
@@ -68,10 +74,10 @@ class ProcessHost:
         """
         process = self._spawned()
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(self._start_seconds):
                 problem = await process.greeted(self._settings)
         except TimeoutError:
-            problem = f"{self.name} could not be imported within {START_SECONDS:g} s"
+            problem = f"{self.name} could not be imported within {self._start_seconds:g} s"
         except BaseException:
             await process.end()
             raise

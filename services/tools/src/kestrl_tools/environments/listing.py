@@ -1,6 +1,7 @@
-"""`python -m kestrl_tools.environments.listing --out FILE`: lists the tasks of a generator of reasoning-gym as rows.
+"""`python -m kestrl_tools.environments.listing --out FILE`: lists tasks as rows.
 
-Runs in the interpreter of the environment. Its standard input is a JSON object: generator, settings, seed and size.
+Runs in the interpreter of the environment. Its standard input is a JSON object: settings and size, with the generator
+of reasoning-gym and its seed, or the task set of verifiers.
 What is wrong with it is one line on the standard error, with exit status 2.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from kestrl_tools.environments.reasoning_gym import rows
+from kestrl_tools.environments import reasoning_gym, verifiers_tasks
 
 
 def main() -> int:
@@ -21,12 +24,20 @@ def main() -> int:
     out: Path = parser.parse_args().out
     request = json.load(sys.stdin)
     try:
-        listed = list(rows(request["generator"], request["settings"], seed=request["seed"], size=request["size"]))
+        listed = list(_rows(request))
     except (ValueError, TypeError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - read by the command
+        message = " ".join(str(error).split())
+        print(f"error: {message}", file=sys.stderr)  # noqa: T201 - read by the command
         return 2
     out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in listed), encoding="utf-8")
     return 0
+
+
+def _rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    settings, size = request["settings"], request["size"]
+    if "taskset" in request:
+        return verifiers_tasks.rows(request["taskset"], settings, size=size)
+    return reasoning_gym.rows(request["generator"], settings, seed=request["seed"], size=size)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,23 @@ class OutsideAgent(Model):
     stopped_reward: float | None = None
 
 
+class OutsideEnvironment(Model):
+    """An environment that runs its episodes itself, in a process beside the worker."""
+
+    name: str
+    """Name of its state in an episode."""
+    taskset: str
+    python: str | None = None
+    """Its interpreter; None where it has not been made."""
+    config: dict[str, Any]
+    """Configuration of verifiers' environment."""
+    sessions: int
+    """Episodes that it plays for a worker at the same time."""
+    wait_seconds: float
+    """Time that an episode waits for a place."""
+    start_seconds: float
+
+
 class RolloutSettings(ServiceSettings):
     """A rollout worker."""
 
@@ -38,6 +55,8 @@ class RolloutSettings(ServiceSettings):
     agent_config: dict[str, Any] = {}
     outside: OutsideAgent | None = None
     """The agent in place of the loop `agent`."""
+    environment: OutsideEnvironment | None = None
+    """The environment that runs its episodes itself, in place of the loop `agent`."""
     refused_fields: tuple[str, ...] = ()
     """Fields of clients that are refused where they would be counted."""
     gateway_listen: str = "127.0.0.1:0"

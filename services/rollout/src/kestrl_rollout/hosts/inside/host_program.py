@@ -1,9 +1,10 @@
 """Runs the episodes of a function of the user's: `python host_program.py FD`.
 
 FD is a socket to the worker; messages are JSON, one a line. The first has the settings, and is answered with `ready` or
-`refused`. Then `{"id": 1, "row": ..., "base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode
-and `{"cancel": 1}` ends one. An episode is answered once, with `result`, `error` or `invalid`; a cancellation at once,
-with `cancelled` and whether a thread runs on.
+`refused`; with `starts` in it, the class has a method `start`, which is awaited first. Then `{"id": 1, "row": ...,
+"base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode and `{"cancel": 1}` ends one. An episode
+is answered once, with `result`, `error` or `invalid`; a cancellation at once, with `cancelled` and whether a thread runs
+on.
 
 It needs the standard library alone, since its interpreter may have nothing else.
 """
@@ -65,6 +66,18 @@ def takes(function: Any, name: str) -> bool:
     """Whether a function has a parameter of this name."""
     parameter = inspect.signature(function).parameters.get(name)
     return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+
+
+async def started(run: Any) -> None:
+    """Awaits `start` of the class whose method runs episodes.
+
+    Raises:
+        Refused: It failed.
+    """
+    try:
+        await run.func.__self__.start()
+    except BaseException as error:
+        raise Refused(described(error)) from error
 
 
 def described(error: BaseException) -> str:
@@ -180,6 +193,8 @@ async def serve(connection: socket.socket) -> None:
     sys.path[:1] = settings["python_path"]  # in place of this file's folder
     try:
         run = load(settings["run"], settings["config"])
+        if settings.get("starts"):
+            await started(run)
     except Refused as refused:
         writer.write(json.dumps({"refused": str(refused)}).encode() + b"\n")
         await writer.drain()

@@ -1,0 +1,168 @@
+"""A task set of verifiers plays episodes in its environment server (`make agents`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrl._app.interpreters.listing import listed_rows
+from kestrl._shared.spec.environments import NAME
+from kestrl.episode import Scenario, StopReason
+from kestrl.errors import Boundary, UserInputError
+from kestrl_rollout.hosts.inside.verifiers_host import digest
+
+DATA = Path(__file__).parents[3] / "data"
+ENVIRONMENTS = "KESTRL_CLIENT_ENVIRONMENTS"
+PYTHON = os.path.abspath(os.path.join(os.environ.get(ENVIRONMENTS, ""), "verifiers/bin/python"))  # noqa: PTH100, PTH118
+pytestmark = [
+    pytest.mark.agents,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(ENVIRONMENTS not in os.environ, reason=f"{ENVIRONMENTS} names no environments: make agents"),
+]
+
+
+def row(answer: str = "lamp", **columns: Any) -> Scenario:
+    task = {"prompt": f"Say {answer}.", "answer": answer, **columns.pop("task", {})}
+    return Scenario(id="w-1", ordinal=0, messages=[], metadata={"task": task, "digest": digest(task), **columns})
+
+
+@pytest.fixture
+def words(make_stage: Any) -> Any:
+    """A stage whose environment is `word_tasks`."""
+
+    async def make(config: dict[str, Any] | None = None, **settings: Any) -> Any:
+        agent = {"runtime": {"type": "subprocess"}, "max_turns": 3}
+        environment = {
+            "name": NAME,
+            "taskset": "word-tasks",
+            "python": PYTHON,
+            "config": {"taskset": {"id": "word-tasks"}, "agent": agent, **(config or {})},
+            "sessions": 4,
+            "wait_seconds": 5,
+            "start_seconds": 90,
+            **settings,
+        }
+        return await make_stage(environment=environment, python_path=(str(DATA),))
+
+    return make
+
+
+async def test_an_episode_earns_what_the_task_set_says(words: Any) -> None:
+    stage = await words()
+    stage.says("lamp", "chair")
+    group = await stage.run(scenario=row(), size=3)
+    for episode in group.episodes:
+        assert episode.failure is None
+        assert episode.environments[NAME] == {
+            "get_reward": {"right": 1.0, "short": 1.0},
+            "get_reward.weights": {"right": 1.0, "short": 0.25},
+        }
+        assert (episode.metrics["characters"], episode.stop_reason) == (4.0, StopReason.ANSWERED)
+        assert [turn.text for turn in episode.turns] == ["lamp"]
+        assert len(episode.rows) == 1
+        assert sum(episode.rows[0].mask) == len(stage.ids("lamp<|im_end|>"))
+        assert episode.metrics["sampling_forced.temperature"] == 1  # the job's, whatever the harness asks for
+
+
+async def test_listed_tasks_are_played(words: Any) -> None:
+    wanted = {"taskset": "word-tasks", "settings": {"words": ["lamp", "chair"]}, "size": 1}
+    (listed,) = await asyncio.to_thread(listed_rows, PYTHON, wanted, field="TASKSET word-tasks", python_path=(DATA,))
+    assert (listed["id"], listed["task"]["prompt"], listed["digest"]) == (
+        "word-tasks-0",
+        "Say lamp.",
+        digest(listed["task"]),
+    )
+    stage = await words()
+    stage.says("lamp")
+    scenario = Scenario(
+        id=listed["id"], ordinal=0, messages=[], metadata={"task": listed["task"], "digest": listed["digest"]}
+    )
+    assert (await stage.episode(scenario=scenario)).environments[NAME]["get_reward"]["right"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("taskset", "settings", "message"),
+    [
+        ("no-such-tasks", {}, "taskset 'no-such-tasks' not found"),
+        ("word-tasks", {"wordz": []}, "wordz"),
+    ],
+)
+def test_tasks_that_cannot_be_listed_are_refused(taskset: str, settings: dict[str, Any], message: str) -> None:
+    wanted = {"taskset": taskset, "settings": settings, "size": None}
+    with pytest.raises(UserInputError, match=rf"(?s)^TASKSET t: .*{message}"):
+        listed_rows(PYTHON, wanted, field="TASKSET t", python_path=(DATA,))
+
+
+async def test_a_limit_of_the_job_ends_an_episode_that_is_scored(words: Any) -> None:
+    stage = await words()
+    stage.says("one", "two", "lamp", "four")
+    episode = await stage.episode(scenario=row(task={"turns": 5}), sampling={"max_turns": 3})
+    assert (episode.failure, episode.stop_reason) == (None, StopReason.MAX_TURNS)
+    assert [turn.row for turn in episode.turns] == [0, 0, 0]
+    assert episode.environments[NAME]["get_reward"]["right"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "code", "message"),
+    [
+        ({"trick": "reward raises"}, {}, "not_ok", "no such word"),
+        ({"trick": "repeats"}, {}, "rows_differ", "it has recorded 2 turns of the model, and 1 were sampled"),
+        ({"trick": "dies"}, {}, "process_died", "ended with status 137"),
+        ({"turns": 0}, {}, "made_no_call", "without a call"),
+        ({"answer": 3}, {}, "raised", "answer"),
+        ({}, {"digest": "0"}, "row_changed", "its digest differs"),
+        ({}, {"task": None}, "row_invalid", "kestrl data verifiers"),
+    ],
+)
+async def test_a_failure_is_typed_and_never_a_reward(
+    words: Any, task: dict[str, Any], columns: dict[str, Any], code: str, message: str
+) -> None:
+    stage = await words()
+    stage.says("lamp")
+    scenario = row(task=task)
+    scenario.metadata.update(columns)  # type: ignore[attr-defined]
+    episode = await stage.episode(scenario=scenario)
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.ENVIRONMENT, code)
+    assert message in episode.failure.message
+    assert (episode.reward, episode.environments) == (None, {})
+    assert episode.failure.retryable == (code == "process_died")
+    assert (await stage.episode(scenario=row())).failure is None  # the next one is played, by a new server if need be
+
+
+async def test_an_episode_beyond_its_deadline_leaves_no_process(words: Any) -> None:
+    stage = await words()
+    stage.says("lamp")
+    deadlines = {"tool": 1, "turn": 2, "episode": 4}
+    episode = await stage.episode(scenario=row(task={"trick": "hangs"}), deadlines=deadlines)
+    assert episode.failure is not None
+    assert (episode.failure.boundary, episode.failure.code) == (Boundary.ENVIRONMENT, "episode_deadline")
+    assert (await stage.episode(scenario=row())).failure is None
+
+
+async def test_episodes_beyond_its_sessions_wait_and_are_refused(words: Any) -> None:
+    stage = await words(sessions=1, wait_seconds=0.5)
+    stage.says("lamp")
+    deadlines = {"tool": 1, "turn": 2, "episode": 6}
+    group = await stage.run(scenario=row(task={"trick": "hangs"}), size=2, deadlines=deadlines)
+    failures = [episode.failure for episode in group.episodes if episode.failure is not None]
+    assert sorted(failure.code for failure in failures) == ["capacity", "episode_deadline"]
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        ({"taskset": {"id": "no-such-tasks"}}, {}, "taskset 'no-such-tasks' not found"),
+        ({"agent": {"max_turn": 3}}, {}, "max_turn"),
+        ({}, {"start_seconds": 0.01}, r"within 0\.01 s"),
+    ],
+)
+async def test_an_environment_that_cannot_start_is_refused_by_its_field(
+    words: Any, config: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserInputError, match=rf"(?s)^environment\.verifiers: .*{message}"):
+        await words(config, **settings)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import obstore
 import pytest
 from tests.fakes.s3 import SECRET_KEY
 
+from .cluster.client import Cluster, Object
 from .cluster.commands import CommandFailed, eventually
 from .installation import (
     BUCKET,
@@ -23,6 +25,7 @@ from .installation import (
     stored,
     summary,
 )
+from .test_isolation import reached
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -210,3 +213,66 @@ def test_a_job_deleted_while_it_runs_leaves_its_adapters_and_nothing_else(instal
             240,
         )
         assert any("/adapters/000001-" in path for path in stored(installation, "deleted"))
+
+
+ONE_STEP: dict[str, Any] = {
+    "tools": None,
+    "algorithm__groupsPerStep": 2,
+    "schedule__maxSteps": 1,
+    "rollout__concurrency": 8,
+}
+
+
+def in_user_code(cluster: Cluster, role: str, container: str) -> list[Object]:
+    """A patch for a container with a user's image, whose working directory then has `user_images`."""
+    folder = str(cluster.node.layout.checkout / "tests" / "fakes")
+    return [{"role": role, "template": {"spec": {"containers": [{"name": container, "workingDir": folder}]}}}]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.share
+def test_an_agent_runs_in_pods_of_its_image(installation: Installation, network_policies: Cluster) -> None:
+    """Its pods reach the gateway alone, and all episodes are theirs."""
+    cluster = network_policies
+    agent = {"run": "user_images:agent", "image": cluster.image, "replicas": 2, "maxTokens": 64, "stoppedReward": 0}
+    with installation.place() as namespace:
+        patches = in_user_code(cluster, "agent", "agent")
+        # Rows of the mail example name a loop.
+        rows = [{"id": f"row-{number}", "prompt": f"Write about {number}."} for number in range(8)]
+        obstore.put(installation.bucket, "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        job = small(
+            "own-agent",
+            data__train={"uri": f"s3://{BUCKET}/rows.jsonl"},
+            agent=agent,
+            rewards=[{"rule": "loop_reward"}],
+            patches=patches,
+            **ONE_STEP,
+        )
+        cluster.apply(job, namespace)
+        cluster.wait_for(
+            "deployment",
+            "own-agent-agent",
+            lambda found: found["status"].get("readyReplicas", 0) == 2,
+            namespace,
+            seconds=200,
+        )
+        judge = cluster.list("pods", namespace, "kestrl.dev/role=judge")[0]["status"]["podIP"]
+        assert reached(cluster, namespace, "agent", f"{judge}:7000") == [False]
+        ended = installation.wait("own-agent", namespace, is_true("Succeeded"), 300)
+        report = summary(installation, ended)
+        assert (report["status"], report["steps"], report["failures"]) == ("succeeded", 1, {})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.share
+def test_an_environment_plays_in_a_container_of_its_image(installation: Installation) -> None:
+    cluster = installation.cluster
+    environment = {"adapter": {"use": "user_images:Letters"}, "image": cluster.image}
+    with installation.place() as namespace:
+        patches = in_user_code(cluster, "tools", "environment")
+        agent, rewards = {"maxTurns": 1, "maxTokens": 16}, [{"rule": "environment_reward"}]
+        job = small("own-env", agent=agent, environment=environment, rewards=rewards, patches=patches, **ONE_STEP)
+        cluster.apply(job, namespace)
+        ended = installation.wait("own-env", namespace, is_true("Succeeded"), 300)
+        report = summary(installation, ended)
+        assert (report["status"], report["steps"], report["failures"]) == ("succeeded", 1, {})

@@ -33,8 +33,17 @@ def link_sources(folder: Path) -> None:
         UserInputError: A package has no folder, as in an archive.
     """
     for name in PACKAGES:
-        spec = find_spec(name)
-        places = list(spec.submodule_search_locations or ()) if spec is not None else []
-        if not places or not Path(places[0]).is_dir():
-            raise UserInputError(f"spec.environment: {name} is not installed as a folder; install it with pip")
-        (folder / name).symlink_to(Path(places[0]).resolve(), target_is_directory=True)
+        (folder / name).symlink_to(package_folder(name), target_is_directory=True)
+
+
+def package_folder(name: str) -> Path:
+    """Folder of a package of ours, for another interpreter.
+
+    Raises:
+        UserInputError: It has none, as in an archive.
+    """
+    spec = find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if not places or not Path(places[0]).is_dir():
+        raise UserInputError(f"{name} is not installed as a folder; install it with pip")
+    return Path(places[0]).resolve()

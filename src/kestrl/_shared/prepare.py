@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from kestrl._shared.environments import package_folder
 from kestrl._shared.plan.settings.common import Model, read_settings
 from kestrl._shared.service import exit_code, settings_path
 from kestrl.data import locate_data
@@ -51,6 +52,10 @@ class PrepareSettings(Model):
     template_target: str = ""
     template_field: str = "spec.agent.template.uri"
     """Manifest field of the template, for messages."""
+    packages: tuple[str, ...] = ()
+    """Packages of this image that a container of the pod with another image runs."""
+    packages_target: str = ""
+    """Folder for them."""
     volumes: str = "/kestrl/pvc"
     """Mount path of each claim, for `pvc://CLAIM/PATH`."""
 
@@ -68,6 +73,8 @@ def prepare(settings: PrepareSettings) -> None:
         put_data(source, settings)
     if settings.template is not None:
         put_file(settings.template, Path(settings.template_target), Path(settings.volumes), settings.template_field)
+    for name in settings.packages:
+        _copy(package_folder(name), Path(settings.packages_target) / name)
 
 
 def put_model(uri: str, target: Path, volumes: Path) -> None:
@@ -171,9 +178,10 @@ def _copy(source: Path, target: Path) -> None:
     """Copies a folder of this image, for containers of the pod with other images."""
     if target.exists():
         return
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
+    shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
     partial.replace(target)
 
 

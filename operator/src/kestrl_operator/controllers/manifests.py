@@ -188,10 +188,9 @@ def rendered_from(spec: Mapping[str, Any]) -> str:
 
 def _check_interpreter(job: AgentRLJob) -> None:
     """Checks that interpreters are those of images; raises `UserInputError`."""
-    if job.spec.agent.python is not None:
+    if job.spec.agent.python is not None and job.spec.agent.image is None:
         raise UserInputError(
-            "spec.agent.python: pods install nothing; make an image of the rollout workers that has the requirements "
-            "(patches), and remove the field"
+            "spec.agent.python: pods install nothing; give spec.agent.image, an image that has the requirements"
         )
     python = job.spec.inference.python
     if python is not None and not python.startswith("/"):
@@ -202,11 +201,17 @@ def _check_interpreter(job: AgentRLJob) -> None:
 
 
 def _check_environment(job: AgentRLJob) -> None:
-    """Checks that the job has no environment of its own interpreter; raises `UserInputError`."""
-    if job.spec.environment is not None:
+    """Checks that an environment has an image with its interpreter; raises `UserInputError`."""
+    environment = job.spec.environment
+    if environment is not None and environment.owns_loop:
         raise UserInputError(
-            "spec.environment: runs on one machine alone (kestrl run); on a cluster an environment has no pods. Remove "
-            "it, or offer its class under spec.tools, in the image of the tool service"
+            f"spec.environment.{environment.kind}: runs its episodes itself, beside a worker on one machine: run the job "
+            "with `kestrl run`"
+        )
+    if environment is not None and environment.image is None:
+        raise UserInputError(
+            "spec.environment.image: is required on a cluster, where pods install nothing: an image with the "
+            "environment, its requirements and a python3"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import OLD_EVENT
 from kestrl_operator.controllers.job_state import JobState, Shortage
-from kestrl_operator.render.job import ROLES
+from kestrl_operator.render.network import ROLES
 from kestrl_operator.state.cluster import replicas, workload
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.state.store import Key

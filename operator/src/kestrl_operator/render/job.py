@@ -10,12 +10,12 @@ from math import ceil
 from urllib.parse import urlparse
 
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
+from kestrl_operator.render.environments import PACKAGED, with_environment
 from kestrl_operator.render.patching import PodPatch, patched
 from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
@@ -30,7 +30,7 @@ from kestrl_operator.render.pods import (
 )
 from kestrl_operator.render.resources import within_limits
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import DATA, MODEL, Cluster, prepared, replicas, tools_runtime_class_of, workload
+from kestrl_operator.state.cluster import DATA, MODEL, PACKAGES, Cluster, prepared, replicas, runtime_class_of, workload
 from kestrl_operator.state.snapshot import (
     ACCEPTED,
     ATTEMPTS,
@@ -45,9 +45,9 @@ from kestrl_operator.state.snapshot import (
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"
+AGENT_PACKAGES = ("kestrl", "kestrl_rollout")
+"""What runs an agent in the user's image."""
 STATEFUL = (Role.INFERENCE, Role.RANKS, Role.LEARNER)
-ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
-"""Roles with pods of their own. Engines run in the pods of their agents, and not every job has pods of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Given:
     @property
     def roles(self) -> tuple[Role, ...]:
         """Roles with pods in this job."""
-        return tuple(role for role in ROLES if role is not Role.RANKS or has_rank_pods(self.job.spec))
+        return network.roles_of(self.job.spec)
 
     def of(self, role: Role) -> list[Component]:
         return [component for component in self.components if component.role is role]
@@ -109,9 +109,16 @@ class Given:
         }
         if role in by_role:
             return by_role[role]
+        if role is Role.AGENT:
+            assert self.job.spec.agent.image is not None
+            return self.job.spec.agent.image
         if role is Role.ENGINE:
             return images.engines(self.job.spec.inference.engine)[1][build]
         return images.learner[build]
+
+
+SANDBOXED = frozenset({Role.TOOLS, Role.AGENT})
+"""Roles that run the code of others, under a RuntimeClass if the job or the cluster names one."""
 
 
 def render(given: Given) -> list[Object]:
@@ -186,6 +193,8 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     )
     near = tuple(source for source in data if urlparse(source.uri).scheme not in OBJECT_SCHEMES)
     template = spec.agent.template
+    if role is Role.AGENT:
+        return PrepareSettings(packages=AGENT_PACKAGES, packages_target=PACKAGES)
     return PrepareSettings(
         model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
@@ -194,6 +203,8 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         seed=spec.data.seed,
         template=template.uri if template is not None and role is Role.ROLLOUT else None,
         template_target=f"{DATA}/template.jinja",
+        packages=PACKAGED if role is Role.TOOLS and spec.environment is not None else (),
+        packages_target=PACKAGES,
     )
 
 
@@ -210,9 +221,10 @@ def _queued(given: Given) -> dict[str, str]:
 
 def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
-    yield _object(given, "v1", "Service", name, spec=network.service(given.name, role))
+    several = replicas(given.job.spec)[role] > 1
+    yield _object(given, "v1", "Service", name, spec=network.service(given.name, role, sticky=several))
     # For a role with one pod, a budget would block a node's drain forever, or have no effect.
-    if role in {Role.INFERENCE, Role.ROLLOUT}:
+    if role in {Role.INFERENCE, Role.ROLLOUT, Role.AGENT} or (role is Role.TOOLS and several):
         budget = {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a pod that loads or crashes does not block a node's drain
@@ -249,10 +261,14 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         store=given.store if role in network.EGRESS_ROLES else None,
         claims=claims,
         entries={name: entry for part in parts for name, entry in part.user_secrets.items()},
-        runtime_class=tools_runtime_class_of(given.job, given.cluster) if role is Role.TOOLS else profile.runtime_class,
+        runtime_class=runtime_class_of(given.job, role, given.cluster) if role in SANDBOXED else profile.runtime_class,
+        preparing_image=given.image(Role.ROLLOUT if role is Role.AGENT else role),
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
         learner_grace=ceil(given.job.spec.learner.termination_grace),
     )
+    environment = given.job.spec.environment
+    if role is Role.TOOLS and environment is not None:
+        pods = with_environment(pods, environment, given.cluster)
     defaulted = with_pod_defaults(pods, given.cluster.pod_defaults)
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],

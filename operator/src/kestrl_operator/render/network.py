@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Network, ip_network
 from typing import Any
 
-from kestrl._shared.plan.agents import GATEWAY_PORT, agent_servers
+from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT, agent_servers
 from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.environments import environment_servers
 from kestrl._shared.plan.judges import judge_servers, uses_own_engines
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.servers import METADATA, RemoteServer
@@ -17,6 +18,8 @@ from kestrl.errors import UserInputError
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
 
 Object = dict[str, Any]
+ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.AGENT, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
+"""Roles with pods of their own in any job."""
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles addressed pod by pod, through a headless Service."""
 CALLERS: dict[Role, tuple[Role, ...]] = {
@@ -24,6 +27,7 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.TOOLS: (Role.ROLLOUT,),
     Role.JUDGE: (Role.ROLLOUT,),
     Role.ROLLOUT: (Role.LEARNER,),
+    Role.AGENT: (Role.ROLLOUT,),
     Role.LEARNER: (),
     Role.RANKS: (),
 }
@@ -36,17 +40,36 @@ SANDBOX_LABEL = "kestrl.dev/sandbox"
 OPERATOR = {"app.kubernetes.io/name": "kestrl-operator"}
 
 
+def roles_of(spec: JobSpec) -> tuple[Role, ...]:
+    """Roles with pods of their own in a job. Engines run in the pods of their agents."""
+    absent = {
+        *(() if has_rank_pods(spec) else (Role.RANKS,)),
+        *(() if spec.agent.image is not None else (Role.AGENT,)),
+    }
+    return tuple(role for role in ROLES if role not in absent)
+
+
 def selector(job: str, role: Role) -> dict[str, str]:
     """The labels that select a role's pods."""
     return {"kestrl.dev/job": job, "kestrl.dev/role": str(role)}
 
 
-def service(job: str, role: Role) -> Object:
-    """The Service of a role."""
+def service(job: str, role: Role, *, sticky: bool = False) -> Object:
+    """The Service of a role.
+
+    Args:
+        job: Name of the job.
+        role: The role.
+        sticky: Whether it has several pods: a worker that connects again then finds its sessions of tools.
+    """
+    if role is Role.AGENT:
+        return {"selector": selector(job, role), "ports": [{"name": "http", "port": AGENT_PORT}]}
     ports = [{"name": "grpc", "port": GRPC_PORT}, {"name": "metrics", "port": METRICS_PORT}]
     if role is Role.INFERENCE:
         ports.append({"name": "http", "port": HTTP_PORT})
     spec: Object = {"selector": selector(job, role), "ports": ports}
+    if role is Role.TOOLS and sticky:
+        spec["sessionAffinity"] = "ClientIP"
     if role in BY_POD:
         spec["clusterIP"] = "None"
     if role in {Role.INFERENCE, Role.LEARNER}:
@@ -64,13 +87,17 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiS
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
     own = {
         Role.JUDGE: [*_judge_egress(job, spec, far_ports)],
-        Role.TOOLS: [*_servers(tool_servers(spec), far_ports), *_claims_egress(spec, api_server)],
+        Role.TOOLS: [
+            *_servers([*tool_servers(spec), *environment_servers(spec)], far_ports),
+            *_claims_egress(spec, api_server),
+        ],
         Role.ROLLOUT: [*_servers(agent_servers(spec.agent), far_ports)],
+        Role.AGENT: [*_gateway_egress(job)],
     }
-    for role, callers in CALLERS.items():
-        if role is Role.RANKS and not has_rank_pods(spec):
-            continue
-        called = [callee for callee, by in CALLERS.items() if role in by]
+    there = roles_of(spec)
+    for role in there:
+        callers = CALLERS[role]
+        called = [callee for callee in there if role in CALLERS[callee]]
         yield (
             workload(job, role),
             {
@@ -79,7 +106,7 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiS
                 "ingress": [
                     *_ingress(job, role, callers),
                     *_judge_ingress(job, role, spec),
-                    *_agent_ingress(role, spec),
+                    *_agent_ingress(job, role, spec),
                     *_ranks(job, role, spec, "from"),
                 ],
                 "egress": [
@@ -103,12 +130,23 @@ def _ranks(job: str, role: Role, spec: JobSpec, way: str) -> Iterator[Object]:
         yield {way: [_pods(job, Role.LEARNER), _pods(job, Role.RANKS)], "ports": [{"protocol": "TCP"}]}
 
 
-def _agent_ingress(role: Role, spec: JobSpec) -> Iterator[Object]:
-    """To the gateway of workers, from any pod: a policy does not know which has the agent, and each call needs the key
-    of its episode.
+def _agent_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
+    """To the gateway of workers, from the pods of the job's agent; where that is a URL from any pod, since a policy
+    does not know which has the agent, and each call needs the key of its episode.
     """
-    if role is Role.ROLLOUT and agent_servers(spec.agent):
-        yield {"from": [{"namespaceSelector": {}}], "ports": [{"port": GATEWAY_PORT, "protocol": "TCP"}]}
+    if role is not Role.ROLLOUT:
+        return
+    ports = [{"port": GATEWAY_PORT, "protocol": "TCP"}]
+    if spec.agent.image is not None:
+        yield {"from": [_pods(job, Role.AGENT)], "ports": ports}
+    elif agent_servers(spec.agent):
+        yield {"from": [{"namespaceSelector": {}}], "ports": ports}
+
+
+def _gateway_egress(job: str) -> Iterator[Object]:
+    """To the gateway of workers, and to names: policies of the user's own may allow an agent more."""
+    yield {"ports": _dns()}
+    yield {"to": [_pods(job, Role.ROLLOUT)], "ports": [{"port": GATEWAY_PORT, "protocol": "TCP"}]}
 
 
 def _judge_egress(job: str, spec: JobSpec, far_ports: Sequence[int]) -> Iterator[Object]:
@@ -170,12 +208,13 @@ def _pods(job: str, role: Role) -> Object:
 
 
 def _ports(role: Role) -> list[Object]:
-    ports = [GRPC_PORT, *([HTTP_PORT] if role is Role.INFERENCE else [])]
+    ports = [AGENT_PORT] if role is Role.AGENT else [GRPC_PORT, *([HTTP_PORT] if role is Role.INFERENCE else [])]
     return [{"port": port, "protocol": "TCP"} for port in ports]
 
 
 def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
-    rules: list[Object] = [{"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}]
+    metrics: Object = {"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}
+    rules = [] if role is Role.AGENT else [metrics]
     sources = [_pods(job, caller) for caller in callers]
     if role is Role.LEARNER:
         sources.append({"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}})

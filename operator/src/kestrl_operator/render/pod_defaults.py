@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kestrl_operator.state.cluster import PodDefaults
+from kestrl_operator.state.cluster import PodDefaults, Variable
 
 Object = dict[str, Any]
+USERS = frozenset({"agent", "environment"})
+"""Containers with a user's image."""
 
 
 def with_pod_defaults(template: Object, defaults: PodDefaults) -> Object:
@@ -33,12 +35,19 @@ def with_pod_defaults(template: Object, defaults: PodDefaults) -> Object:
     return {"metadata": metadata, "spec": spec}
 
 
+def _is_for(variable: Variable, container: str) -> bool:
+    """Whether a container gets a variable; with a user's image what may be a credential only by name."""
+    if not variable.containers:
+        return variable.value_from is None or container not in USERS
+    return container in variable.containers
+
+
 def _with_variables(container: Object, defaults: PodDefaults) -> Object:
     own: Sequence[Object] = container.get("env", [])
     names = {variable["name"] for variable in own}
     added = [
         variable.as_kubernetes()
         for variable in defaults.env
-        if variable.name not in names and (not variable.containers or container["name"] in variable.containers)
+        if variable.name not in names and _is_for(variable, container["name"])
     ]
     return {**container, "env": [*own, *added]} if added else container

@@ -15,7 +15,7 @@ from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
 from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.state.cluster import HOME, PACKAGES, PREPARE, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
 USER = 10001
@@ -33,7 +33,7 @@ CONTAINER_SECURITY: Object = {
     "capabilities": {"drop": ["ALL"]},
 }
 """With `POD_SECURITY`, what Pod Security "restricted" requires, and a read-only root file system."""
-GRACE_SECONDS = {Role.ROLLOUT: 90}
+GRACE_SECONDS = {Role.ROLLOUT: 90, Role.AGENT: 90}
 """Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default. A job says
 how long its learner has."""
 START_SECONDS = 1200
@@ -80,7 +80,7 @@ def container(
         "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
-        "command": [component.python or "python", "-m", component.module],
+        "command": _command(component),
         "args": [*_settings_flag(component), *component.args],
         "env": environment(job, component, profile),
         "ports": ports,
@@ -95,6 +95,13 @@ def container(
         made = with_user_secrets(made)
     devices = profile.requests(component.device.count)
     return {**made, "resources": resources_of(program(component.role).value, cluster, devices)}
+
+
+def _command(component: Component) -> list[str]:
+    """What a container runs. A user's image has no package of ours; it finds them in a volume."""
+    if component.role is Role.AGENT:
+        return ["python3", f"{PACKAGES}/{component.module.replace('.', '/')}.py"]
+    return [component.python or "python", "-m", component.module]
 
 
 def _settings_flag(component: Component) -> list[str]:
@@ -217,7 +224,8 @@ def claimed(claims: Sequence[str]) -> list[Object]:
 
 def mounts(role: Role, profile: Profile) -> list[Object]:
     """The mounts of a container."""
-    inside = [("settings", SETTINGS, True), ("home", HOME, False), ("tmp", "/tmp", False)]  # noqa: S108
+    others = role is Role.AGENT  # what the init container has put there is not the user's to change
+    inside = [("settings", SETTINGS, True), ("home", HOME, others), ("tmp", "/tmp", False)]  # noqa: S108
     if role in {Role.ENGINE, Role.INFERENCE}:
         inside.append(("work", WORK, False))
     if role is Role.LEARNER:
@@ -240,8 +248,10 @@ def device_mounts(profile: Profile) -> list[Object]:
 
 def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> list[Object]:
     """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
+    files = [{"key": file, "path": file} for file in (f"{role}.json", f"prepare-{role}.json")]
+    readable: Object = {"items": files} if role is Role.AGENT else {}  # not what others of the job are configured with
     listed: list[Object] = [
-        {"name": "settings", "configMap": {"name": settings_map(job)}},
+        {"name": "settings", "configMap": {"name": settings_map(job), **readable}},
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
     ]
@@ -307,6 +317,7 @@ def template(
     claims: Sequence[str],
     entries: Mapping[str, SecretKey],
     runtime_class: str | None,
+    preparing_image: str,
     claims_sandboxes: bool = False,
     learner_grace: int,
 ) -> Object:
@@ -326,7 +337,7 @@ def template(
         ],
     }
     if prepares:
-        spec["initContainers"] = [preparing(containers[-1]["image"], role, cluster, store, claims)]
+        spec["initContainers"] = [preparing(preparing_image, role, cluster, store, claims)]
     spec |= placement(cluster, profile)
     if runtime_class is not None:
         spec["runtimeClassName"] = runtime_class

@@ -9,6 +9,7 @@ from urllib.parse import urlparse
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
+from kestrl._shared.plan.agents import AGENT_PORT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.settings.common import Model
@@ -29,6 +30,8 @@ because data rows name files by path."""
 MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
 
 
+PACKAGES = f"{HOME}/packages"
+"""Folder with our packages in pods with a user's image."""
 PREPARE = "prepare"
 """Name of the init container that downloads model and data."""
 
@@ -82,7 +85,9 @@ class ApiServer(_Values):
     """Ports of its Service, and of its endpoints."""
 
 
-ContainerName = Literal["engine", "inference", "rollout", "tools", "judge", "learner", "prepare"]
+ContainerName = Literal[
+    "engine", "inference", "rollout", "agent", "tools", "environment", "judge", "learner", "prepare"
+]
 """Containers of a job's pods; those of an SFTJob are `learner` and `prepare`."""
 RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
 """Prefixes of the labels and annotations by which the operator knows its objects."""
@@ -140,7 +145,7 @@ class Cluster(_Values):
     accelerators: Mapping[str, Any] = {}
     learner_state: LearnerState = LearnerState()
     tools_runtime_class: str | None = None
-    """RuntimeClass of tool pods, such as gvisor."""
+    """RuntimeClass of tool pods and of pods with a user's image, such as gvisor."""
     network_policies: bool = True
     egress_ports: tuple[int, ...] = (80, 443, 4317, 5432, 8080, 9000)
     """Ports of object storage, model hubs, databases and collectors; a job's pods reach nothing else outside the
@@ -178,9 +183,18 @@ def read_cluster(values: Mapping[str, Any]) -> Cluster:
 
 def replicas(spec: JobSpec) -> Mapping[Role, int]:
     """Pods of a running job by role. Engines run in the pods of their agents."""
-    single = dict.fromkeys((Role.TOOLS, Role.JUDGE, Role.LEARNER), 1)
+    single = dict.fromkeys((Role.JUDGE, Role.LEARNER), 1)
+    tools = {Role.TOOLS: 1 if spec.environment is None else spec.environment.replicas}
     ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
-    return {Role.INFERENCE: spec.inference.replicas, Role.ROLLOUT: spec.rollout.replicas, **single, **ranks}
+    agent = {} if spec.agent.image is None else {Role.AGENT: spec.agent.replicas}
+    return {
+        Role.INFERENCE: spec.inference.replicas,
+        Role.ROLLOUT: spec.rollout.replicas,
+        **single,
+        **tools,
+        **ranks,
+        **agent,
+    }
 
 
 def workload(job: str, role: Role) -> str:
@@ -193,13 +207,13 @@ def prepared(name: str, uri: str) -> str:
     return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
 
 
-def tools_runtime_class_of(job: AgentRLJob, cluster: Cluster) -> str | None:
-    """The RuntimeClass of a job's tool pod; None for the node's default.
+def runtime_class_of(job: AgentRLJob, role: Role, cluster: Cluster) -> str | None:
+    """The RuntimeClass of the pods with a job's tools, or with its agent; None for the node's default.
 
     Raises:
         UserInputError: The job names another one than the administrator has set for all tools.
     """
-    named, set_for_all = runtime_class(job.spec), cluster.tools_runtime_class
+    named, set_for_all = runtime_class(job.spec, role), cluster.tools_runtime_class
     if named is None:
         return set_for_all
     if set_for_all not in {None, named[0]}:
@@ -250,6 +264,8 @@ def site_of(
         service = f"{workload(name, role)}.{namespace}.{cluster.domain}"
         by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
         host = f"{workload(name, role)}-{index}.{service}" if by_pod else service
+        if role is Role.AGENT:
+            return Endpoint(bind="0.0.0.0", host=host, port=AGENT_PORT)  # noqa: S104 - NetworkPolicy protects it
         if role is Role.ENGINE:
             return Endpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - NetworkPolicy and keys protect it
         return Endpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above

@@ -19,6 +19,8 @@ from kestrl_operator.status.pods import pod_problem
 from kestrl_operator.status.summary import distance, summed_up
 from kestrl_operator.status.waiting import stuck
 
+ROLLING = (Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
+"""Roles without which no episode ends."""
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
 recent step."""
@@ -109,9 +111,10 @@ def absent_runtime_class(snapshot: Snapshot) -> str:
     found = NO_RUNTIME_CLASS.search(snapshot.not_created[1]) if snapshot.not_created is not None else None
     if found is None or snapshot.job is None:
         return ""
-    named = runtime_class(snapshot.job.spec)
-    of_job = named is not None and named[0] == found[1]
-    field = named[1] if named is not None and of_job else "the chart's jobs.toolsRuntimeClass or accelerators"
+    spec = snapshot.job.spec
+    named = [runtime_class(spec, role) for role in (Role.TOOLS, Role.AGENT)]
+    fields = [each[1] for each in named if each is not None and each[0] == found[1]]
+    field = fields[0] if fields else "the chart's jobs.toolsRuntimeClass or accelerators"
     return f"{field}: there is no RuntimeClass {found[1]!r}; create it, or name one of `kubectl get runtimeclass`"
 
 
@@ -242,7 +245,7 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
 
 def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observation:
     live = snapshot.live_report
-    problems = (pod_problem(snapshot.of(role), snapshot.lost_nodes) for role in (Role.ROLLOUT, Role.TOOLS, Role.JUDGE))
+    problems = (pod_problem(snapshot.of(role), snapshot.lost_nodes) for role in ROLLING)
     problem = next(filter(None, problems), None)
     if decision.stage is Stage.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")

@@ -132,7 +132,7 @@ def refuse_cluster_isolation(job: AgentRLJob) -> None:
     Raises:
         UserInputError: They do; without it they would be isolated less than the job states.
     """
-    named = runtime_class(job.spec)
+    named = runtime_class(job.spec, Role.TOOLS)
     if named is not None:
         raise UserInputError(
             f"{named[1]}: is {named[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "

@@ -19,6 +19,8 @@ class Role(StrEnum):
     INFERENCE = "inference"
     """The engine agent beside it."""
     ROLLOUT = "rollout"
+    AGENT = "agent"
+    """The user's agent in pods of its own image, on a cluster."""
     TOOLS = "tools"
     JUDGE = "judge"
     LEARNER = "learner"
@@ -26,6 +28,8 @@ class Role(StrEnum):
     """Ranks of the learner in pods of their own, on a cluster."""
 
 
+USUAL_WORKERS = 16
+"""Workers up to which what serves them is sized alike, so that scaling restarts none of it."""
 TORCH_DEFAULTS: Mapping[str, str] = {"GOMP_SPINCOUNT": "2000"}
 """Threads of libgomp busy-wait without a bound by default, which makes torch about twenty times slower beside other
 programs.

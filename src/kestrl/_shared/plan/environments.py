@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
+from kestrl._shared.plan.servers import RemoteServer, server_at
 from kestrl._shared.plan.settings.rollout import OutsideEnvironment
 from kestrl._shared.plan.settings.tools import EnvironmentEntry, ProcessEntry, ToolEntry
 from kestrl._shared.plan.site import Site
@@ -29,6 +30,8 @@ ADAPTERS: Mapping[str, str] = {
     "openenv": "kestrl_tools.environments.openenv:OpenEnv",
 }
 """Import path of the adapter of a kind."""
+LAUNCHER = "/kestrl/environment/launcher"
+"""On a cluster, the socket at which the container of an environment starts its processes, in a volume of the pod."""
 WAIT_SHARE = 0.8
 """Share of the deadline of a call that an episode waits for a place, so that the rest begins it."""
 PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -55,6 +58,12 @@ def offers_tools(spec: JobSpec) -> bool:
     return environment is not None and (environment.trl is not None or environment.adapter is not None)
 
 
+def environment_servers(spec: JobSpec) -> list[RemoteServer]:
+    """The running server of an environment; none for another."""
+    openenv = spec.environment.openenv if spec.environment is not None else None
+    return [] if openenv is None or openenv.url is None else [server_at(openenv.url, "spec.environment.openenv.url")]
+
+
 def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
     """The environment of a job as an entry of the tool service; none if it has none."""
     environment = spec.environment
@@ -62,7 +71,8 @@ def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
         return ()
     rollout = spec.rollout
     episodes, deadline = rollout.replicas * rollout.concurrency, rollout.deadlines.tool
-    return (environment_entry(environment, site.environment_python, episodes=episodes, deadline=deadline),)
+    launcher = LAUNCHER if site.templates else None
+    return (environment_entry(environment, site.environment_python, launcher, episodes=episodes, deadline=deadline),)
 
 
 def outside_environment(spec: JobSpec, site: Site) -> OutsideEnvironment | None:
@@ -108,12 +118,15 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def environment_entry(environment: Environment, python: str | None, *, episodes: int, deadline: float) -> ToolEntry:
+def environment_entry(
+    environment: Environment, python: str | None, launcher: str | None = None, *, episodes: int, deadline: float
+) -> ToolEntry:
     """An environment as an entry of the tool service.
 
     Args:
         environment: The environment.
         python: Its interpreter.
+        launcher: Socket of the container with its image; None where it runs beside the tool service.
         episodes: Those that workers run at the same time.
         deadline: That of a call of a tool, in seconds.
     """
@@ -125,6 +138,7 @@ def environment_entry(environment: Environment, python: str | None, *, episodes:
         process=ProcessEntry(memory_mb=environment.memory_mb),
         environment=EnvironmentEntry(
             python=python,
+            launcher=launcher,
             acts=environment.trl is None,
             sessions=environment.sessions or episodes,
             wait_seconds=WAIT_SHARE * deadline,

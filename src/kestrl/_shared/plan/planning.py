@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kestrl._shared.plan.agents import gateway_listen, outside_agent, with_gateway
+from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent, with_gateway
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
-from kestrl._shared.plan.components import Component, Device, Ready, Role
+from kestrl._shared.plan.components import USUAL_WORKERS, Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
 from kestrl._shared.plan.engines import engine_component, failure_file
 from kestrl._shared.plan.environments import environment_entries, offers_tools, outside_environment
@@ -38,7 +38,6 @@ GAP_SPREAD = 10.0
 """Factor from the bound of the mean to that of the 99th percentile; the bound of the maximum has its square."""
 PROBE_BOUND = {"float32": 1e-2, "bfloat16": 0.5}
 """Maximum difference on the probe in nats; its tokens are unlikely and have large log-probs."""
-USUAL_WORKERS = 16
 SCORING_SLACK = 10.0
 """Seconds of a group in addition to its episodes and rewards."""
 
@@ -55,6 +54,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         _tools(job, site),
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
+        *agent_pods(job, site),
         *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from kestrl._shared.plan.components import Component, SecretKey
+from kestrl._shared.plan.components import Component, Role, SecretKey
 from kestrl._shared.plan.servers import RemoteServer, server_at
 from kestrl._shared.plan.settings.tools import (
     ClaimEntry,
@@ -168,8 +168,15 @@ def _endpoint(endpoint: HttpEndpoint) -> EndpointEntry:
     )
 
 
-def runtime_class(spec: JobSpec) -> tuple[str, str] | None:
-    """The RuntimeClass that the job's tools ask for and the field that names it; None if they name none."""
+def runtime_class(spec: JobSpec, role: Role) -> tuple[str, str] | None:
+    """The RuntimeClass that the job's tools, or its agent, ask for and the field that names it; None if they name
+    none.
+    """
+    if role is Role.AGENT:
+        agent = spec.agent.runtime_class_name
+        return None if agent is None else (agent, "spec.agent.runtimeClassName")
+    if spec.environment is not None and spec.environment.runtime_class_name is not None:
+        return spec.environment.runtime_class_name, "spec.environment.runtimeClassName"
     named = (
         (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
         for index, tool in enumerate(spec.tools)

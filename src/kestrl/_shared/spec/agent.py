@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kestrl._shared.spec.model import LARGEST_CONTEXT, Model
-from kestrl._shared.spec.scalars import Address, BaseUrl, ImportPath, JsonObject, TemplateArguments
+from kestrl._shared.spec.scalars import (
+    Address,
+    BaseUrl,
+    ImageName,
+    ImportPath,
+    JsonObject,
+    RuntimeClassName,
+    TemplateArguments,
+)
 from kestrl._shared.spec.secrets import VariableName
 from kestrl._shared.spec.tools import Argument
 
@@ -61,6 +69,13 @@ class Agent(Model):
     url: BaseUrl | None = None
     """URL of a service that runs an episode for each POST, such as http://127.0.0.1:9000/episodes; in place of a
     loop."""
+    image: ImageName | None = None
+    """Image with `run` or `command` and all that it needs, and a `python3` from 3.11, for pods of its own on a cluster.
+    Default: the pods of the rollout workers run it, with what their image has. On one machine it is not used."""
+    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Pods of `image`; workers spread their episodes over them."""
+    runtime_class_name: RuntimeClassName | None = None
+    """RuntimeClass of the pods of `image`, such as gvisor. Default: that of all tools of the cluster."""
     env: dict[VariableName, Annotated[str, Field(max_length=32_768)]] = {}
     """Environment variables of the processes of `run` and `command`. Of the worker's own they get PATH, HOME, USER,
     SHELL, TMPDIR, TZ and those of the locale, and no others."""

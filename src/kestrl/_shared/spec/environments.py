@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kestrl._shared.spec.model import Model, PositiveInt
-from kestrl._shared.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject
+from kestrl._shared.spec.scalars import BaseUrl, Duration, ImageName, ImportPath, JsonObject, RuntimeClassName
 
 Requirement = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._, -]+\])?\s*[^\n#]*$", max_length=500)
@@ -93,7 +93,14 @@ class Environment(Model):
     reasoning_gym: ReasoningGymEnvironment | None = None
     adapter: AdapterEnvironment | None = None
     python: EnvironmentPython = EnvironmentPython()
-    """Its interpreter, in which nothing of KestRL's services runs."""
+    """Its interpreter on one machine, in which nothing of KestRL's services runs."""
+    image: ImageName | None = None
+    """Image with the class or server, its requirements and a `python3` from 3.11, for a container of its own on a
+    cluster, which needs it. On one machine it is not used."""
+    replicas: Annotated[int, Field(ge=1, le=100)] = 1
+    """Pods with a container of `image`; each plays up to `sessions` episodes, and each worker plays in one of them."""
+    runtime_class_name: RuntimeClassName | None = None
+    """RuntimeClass of these pods, such as gvisor. Default: that of all tools of the cluster."""
     sessions: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Episodes that it plays at the same time; further ones wait for a place within `rollout.deadlines.tool`. Default:
     as many as the workers run."""

@@ -245,7 +245,7 @@ class Telemetry(Model):
 class FailureRule(Model):
     """Action for a kind of failure; the first matching rule applies."""
 
-    role: Literal["inference", "rollout", "tools", "judge", "learner"] | None = None
+    role: Literal["inference", "rollout", "agent", "tools", "judge", "learner"] | None = None
     """Role of the component. Default: any."""
     reason: Annotated[str, Field(pattern=r"^(\*|[A-Za-z]+|[a-z_]+/(\*|[a-z0-9_]+))$")] = "*"
     """`OOMKilled` or `Error` of a container, or `boundary/code` of a failure reported by the learner, such as

@@ -19,7 +19,7 @@ class Patch(Model):
     name.
     """
 
-    role: Literal["inference", "rollout", "tools", "judge", "learner"]
+    role: Literal["inference", "rollout", "agent", "tools", "judge", "learner"]
     """Role of the pods."""
     template: JsonObject = {}
     """Fields of a PodTemplate: `metadata` (labels, annotations) and `spec`."""

@@ -125,6 +125,11 @@ JobName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 Address = Annotated[str, Field(min_length=1)]
 """A path, or scheme://..."""
 
+ImageName = Annotated[str, Field(pattern=r"^[^\s]+$", max_length=512)]
+"""A container image, such as registry.example.com/team/agent:1."""
+
+RuntimeClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+
 BaseUrl = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")]
 """`http://` or `https://`, a host, and a path such as /v1; without credentials."""
 TemplateArguments = Annotated[JsonObject, AfterValidator(_check_template_arguments)]

@@ -9,13 +9,12 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from kestrl._shared.spec.model import Model, PositiveInt
-from kestrl._shared.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject, Name
+from kestrl._shared.spec.scalars import BaseUrl, Duration, ImportPath, JsonObject, Name, RuntimeClassName
 from kestrl._shared.spec.secrets import SecretRef, SecretValue, VariableName
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 HeaderValue = Annotated[str, Field(pattern=r"^[ -~]*$", max_length=4096)]
-RuntimeClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 Argument = Annotated[str, Field(max_length=4096)]
 HostAndPort = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?$", max_length=270)]
 """A host name or an address (IPv6 in brackets), and a port if it is not 443."""

@@ -50,11 +50,11 @@ async def test_an_interpreter_beside_the_manifest_is_refused(stage: Stage, pytho
     assert stage.children() == []
 
 
-async def test_an_environment_is_refused_by_its_field(stage: Stage) -> None:
+async def test_an_environment_without_an_image_is_refused_by_its_field(stage: Stage) -> None:
     await stage.operator()
     stage.job(environment={"reasoningGym": {"generator": "chain_sum"}}, tools=[])
     await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
-    assert "spec.environment: runs on one machine alone (kestrl run)" in stage.condition("Accepted")[2]
+    assert "spec.environment.image: is required on a cluster" in stage.condition("Accepted")[2]
     assert stage.children() == []
 
 

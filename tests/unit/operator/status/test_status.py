@@ -56,6 +56,7 @@ NO_RUNTIME_CLASS = (
     'RuntimeClass "gvisor" not found'
 )
 NO_MODEL = ended("prepare", code=2, message="spec.model.base: pvc://models/qwen does not exist in its claim")
+NOT_LOADED = ended("agent", code=2, message="error: agent.run: mine:agent cannot be imported")
 NO_STORE = ended("prepare", message="[infrastructure/storage_failed] s3://bucket: connection refused")
 NO_OBJECT = ended("prepare", message="[infrastructure/not_found] s3://bucket/qwen holds no objects")
 Expected = dict[str, tuple[str, ...]]
@@ -471,6 +472,22 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"pods": all_pods(waiting(Role.JUDGE, scheduled=True, unstartable="judge: ErrImageNeverPull: not here"))},
         "Degraded",
         {"RolloutsFlowing": ("False", "Failing", "email-search-judge-0: judge: ErrImageNeverPull: not here")},
+    ),
+    (
+        "its agent cannot be loaded",
+        {
+            "job": job("tools=[]", "agent={maxTokens: 512, run: 'mine:agent', image: 'r/mine:3'}"),
+            "pods": all_pods(pod(Role.AGENT, ready=False, ended=(NOT_LOADED,), restarts=2)),
+        },
+        "Degraded",
+        {
+            "RolloutsFlowing": (
+                "False",
+                "Failing",
+                "email-search-agent-0: agent ended with Error (2): error: agent.run: mine:agent cannot be imported "
+                "(restarted 2 times)",
+            )
+        },
     ),
     (
         "no step has ended for long",

@@ -14,7 +14,7 @@ from signal import Signals
 from kestrl.agents.runs import RunResult, invalid
 from kestrl.errors import UserInputError, encodable
 from kestrl_rollout.hosts.host import MAX_RESULT, RunEnded, RunRequest, read_result
-from kestrl_rollout.hosts.program import Program, inherited
+from kestrl_rollout.hosts.program import Program, inherited_variables
 
 MAX_ERRORS = 16 * 1024
 """Bytes of stderr that are kept."""
@@ -26,18 +26,27 @@ TRACEBACK = "Traceback (most recent call last):"
 class CommandHost:
     """Starts a program for every episode."""
 
-    def __init__(self, command: Sequence[str], *, variables: Mapping[str, str], folder: str | None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str],
+        folder: str | None,
+        inherited: Mapping[str, str] | None = None,
+    ) -> None:
         """Describes it.
 
         Args:
             command: Program and arguments.
             variables: Environment variables of the manifest.
             folder: Folder of the manifest, in which it runs; None for the worker's.
+            inherited: Other environment variables; None for `inherited_variables`.
 
         Raises:
             UserInputError: There is no such program.
         """
-        place = {**inherited(), **variables}.get("PATH", os.defpath)
+        self._inherited = inherited_variables() if inherited is None else dict(inherited)
+        place = {**self._inherited, **variables}.get("PATH", os.defpath)
         path = str(Path(folder or ".", command[0])) if "/" in command[0] else command[0]
         if shutil.which(path, path=place) is None:
             raise UserInputError(
@@ -54,7 +63,7 @@ class CommandHost:
             given, result = scratch / "request.json", scratch / "result.json"
             given.write_bytes(request.to_json())
             variables = {
-                **inherited(),
+                **self._inherited,
                 "TMPDIR": name,
                 **self._variables,
                 **episode_variables(request),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kestrl._shared.plan.settings.rollout import OutsideAgent, OutsideEnvironment, RolloutSettings
+from kestrl._shared.plan.settings.rollout import HEALTH_PATH, OutsideAgent, OutsideEnvironment, RolloutSettings
 from kestrl.errors import UserInputError
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.hosts.command import CommandHost
@@ -18,6 +18,7 @@ from kestrl_rollout.hosts.environment import FIELD, EnvironmentLoop
 from kestrl_rollout.hosts.host import Host
 from kestrl_rollout.hosts.inside import host_program
 from kestrl_rollout.hosts.loop import HostLoop
+from kestrl_rollout.hosts.pods import PodsHost
 from kestrl_rollout.hosts.process import ProcessHost
 from kestrl_rollout.hosts.stops import Stops
 from kestrl_rollout.hosts.url import UrlHost
@@ -38,13 +39,16 @@ async def opened_host(agent: OutsideAgent, python_path: Sequence[str]) -> AsyncG
         UserInputError: The agent cannot be loaded.
     """
     folder = python_path[0] if python_path else None
-    if agent.command:
+    if agent.pods is not None:
+        field, name = ("agent.run", agent.run or "") if agent.run else ("agent.command", Path(agent.command[0]).name)
+        async with _client() as session:
+            host = PodsHost(field, name, agent.pods, session)
+            await host.started(HEALTH_PATH)
+            yield host
+    elif agent.command:
         yield CommandHost(agent.command, variables=agent.env, folder=folder)
     elif agent.url is not None:
-        # An episode's deadline is that of its POST, and its slot bounds the connections.
-        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with _client() as session:
             yield UrlHost(agent.url, session)
     else:
         assert agent.run is not None
@@ -58,6 +62,12 @@ async def opened_host(agent: OutsideAgent, python_path: Sequence[str]) -> AsyncG
         )
         async with _running(host):
             yield host
+
+
+def _client() -> aiohttp.ClientSession:
+    """A client of services. An episode's deadline is that of its POST, and its slot bounds the connections."""
+    timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from kestrl.agents.runs import RunResult, invalid, run_result
 from kestrl.errors import UserInputError
 from kestrl_rollout.hosts.host import MAX_RESULT, RunEnded, RunRequest, error_end
 from kestrl_rollout.hosts.inside import host_program
-from kestrl_rollout.hosts.program import Program, inherited
+from kestrl_rollout.hosts.program import Program, inherited_variables
 
 START_SECONDS = 100.0
 """Time limit for imports: frameworks of agents are large."""
@@ -44,6 +44,7 @@ class ProcessHost:
         field: str = "agent.run",
         starts: bool = False,
         start_seconds: float = START_SECONDS,
+        inherited: Mapping[str, str] | None = None,
     ) -> None:
         """Describes it.
 
@@ -57,11 +58,13 @@ class ProcessHost:
             field: The manifest field of the agent.
             starts: Whether it is a class with a method `start`, which is awaited first.
             start_seconds: Time limit for imports and `start`.
+            inherited: Other environment variables; None for `inherited_variables`.
         """
         self.field, self.name = field, run
         self._python = python or sys.executable
         self._settings = {"run": run, "config": dict(config), "python_path": list(python_path), "starts": starts}
-        self._variables = {**inherited(), "PYTHONUNBUFFERED": "1", **variables}
+        others = inherited_variables() if inherited is None else inherited
+        self._variables = {**others, "PYTHONUNBUFFERED": "1", **variables}
         self._folder, self._start_seconds = folder, start_seconds
         self._starting = asyncio.Lock()
         self._process: _Process | None = None

@@ -16,7 +16,8 @@ KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", 
 CHUNK = 64 * 1024
 
 
-def inherited() -> dict[str, str]:
+def inherited_variables() -> dict[str, str]:
+    """Those of `KEPT_VARIABLES` that this process has."""
     return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
 
 

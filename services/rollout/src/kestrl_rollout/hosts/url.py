@@ -15,9 +15,8 @@ AWAY = frozenset({429, 502, 503, 504})
 class UrlHost:
     """Posts every episode to a URL, once."""
 
-    field = "agent.url"
-
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.field = "agent.url"
         self.name = self._url = url
         self._session = session
 
@@ -37,7 +36,11 @@ class UrlHost:
             raise invalid(title, f"its result has more than {MAX_RESULT} bytes")
         if 200 <= status < 300:
             return read_result(title, body) if body.strip() else RunResult()
-        raise _failed(title, status, body)
+        raise self._failed(status, body)
+
+    def _failed(self, status: int, body: bytes) -> RunEnded:
+        """The end of a run that was answered with an error."""
+        return http_end(f"{self.field} {self.name}", status, body)
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -50,8 +53,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body[: MAX_RESULT + 1])
 
 
-def _failed(title: str, status: int, body: bytes) -> RunEnded:
-    """The end of a run that was answered with an error."""
+def http_end(title: str, status: int, body: bytes) -> RunEnded:
+    """The end of a run that a service has answered with an error."""
     names = [f"http:{status}"]
     text = body[:500].decode("utf-8", "replace")
     if body.lstrip().startswith(b"{"):

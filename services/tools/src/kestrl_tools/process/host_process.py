@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from kestrl._shared import process_guard
 from kestrl._shared.environments import link_sources
@@ -21,12 +23,35 @@ KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", 
 """Variables that somebody else's environment inherits: none with a credential."""
 
 
+LAUNCHER_POLL_SECONDS = 0.2
+
+
+class Ending(Protocol):
+    """A process as its owner needs it, once it has closed the guard's pipe."""
+
+    def wait(self) -> object:
+        """Returns once it has ended."""
+        ...
+
+
+class LaunchedProcess:
+    """A host in another container of the pod."""
+
+    def __init__(self, launcher: socket.socket) -> None:
+        self._launcher = launcher
+
+    def wait(self) -> None:
+        with self._launcher, suppress(OSError):  # the container has ended, and with it the host
+            while self._launcher.recv(4096):
+                pass
+
+
 class HostProcess:
     """A running host."""
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: Ending,
         write_end: int,
         requests: socket.socket,
         control: socket.socket,
@@ -45,25 +70,25 @@ class HostProcess:
         ours, theirs = socket.socketpair()
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read_end, write_end = os.pipe()
-        fds = (theirs.fileno(), their_control.fileno())
-        command = ("-m", "kestrl_tools.process.host", "--requests", str(fds[0]), "--control", str(fds[1]))
+        stdin, write_stdin = os.pipe()
         environment = settings.entry.environment
+        launcher = None if environment is None else environment.launcher
         python = sys.executable if environment is None or environment.python is None else environment.python
-        folder = None if python == sys.executable else tempfile.TemporaryDirectory(prefix="kestrl-environment-")
+        alike = launcher is not None or python == sys.executable
+        folder = None if alike else tempfile.TemporaryDirectory(prefix="kestrl-environment-")
+        fds = (stdin, read_end, theirs.fileno(), their_control.fileno())
+        process: Ending
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [
-                    *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0"),
-                    *(python, *command),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=2,  # output of a tool goes to the log of the service
-                pass_fds=(*fds, read_end),
+            if launcher is not None and environment is not None:
+                process = _launched(launcher, fds, environment.start_seconds)
+            else:
                 # Without the service's credentials, so that a tool cannot act as the service.
-                env=_variables(None if folder is None else folder.name, ours=environment is None),
-                start_new_session=True,
-            )
+                variables = _variables(None if folder is None else folder.name, ours=environment is None)
+                process = _started(python, fds, variables)
         except BaseException:
+            ours.close()
+            control.close()
+            os.close(write_stdin)
             os.close(write_end)
             if folder is not None:
                 folder.cleanup()
@@ -72,8 +97,8 @@ class HostProcess:
             for end in (theirs, their_control):
                 end.close()
             os.close(read_end)
-        assert process.stdin is not None
-        with process.stdin as given, suppress(BrokenPipeError):
+            os.close(stdin)
+        with os.fdopen(write_stdin, "wb") as given, suppress(BrokenPipeError):
             given.write(settings.model_dump_json().encode())
         return cls(process, write_end, ours, control, folder)
 
@@ -143,6 +168,41 @@ class HostProcess:
         await asyncio.shield(asyncio.to_thread(self._process.wait))
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _started(python: str, fds: tuple[int, int, int, int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A host beside the service."""
+    stdin, guarded, requests, control = fds
+    command = ("-m", "kestrl_tools.process.host", "--requests", str(requests), "--control", str(control))
+    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        [sys.executable, "-I", "-S", process_guard.__file__, str(guarded), "0", python, *command],
+        stdin=stdin,
+        stdout=2,  # output of a tool goes to the log of the service
+        pass_fds=(guarded, requests, control),
+        env=variables,
+        start_new_session=True,
+    )
+
+
+def _launched(path: str, fds: tuple[int, int, int, int], seconds: float) -> LaunchedProcess:
+    """A host that the launcher of another container starts, once that listens.
+
+    Raises:
+        OSError: It does not within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        launcher = socket.socket(socket.AF_UNIX)
+        try:
+            launcher.connect(path)
+            socket.send_fds(launcher, [b"h"], list(fds))
+        except OSError:
+            launcher.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LAUNCHER_POLL_SECONDS)
+        else:
+            return LaunchedProcess(launcher)
 
 
 def _variables(sources: str | None, *, ours: bool) -> dict[str, str]:

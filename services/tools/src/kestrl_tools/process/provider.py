@@ -125,7 +125,12 @@ class ProcessProvider:
             return self._host
 
     async def _spawned(self) -> Message:
-        host = await asyncio.to_thread(HostProcess.spawn, self._settings)
+        try:
+            host = await asyncio.to_thread(HostProcess.spawn, self._settings)
+        except OSError as error:
+            raise UserInputError(
+                f"image: the container of {self.name} did not answer within {self._import_seconds:g} s: {error}"
+            ) from error
         try:
             greeting = await host.asked(None, self._import_seconds)
         except TimeoutError:

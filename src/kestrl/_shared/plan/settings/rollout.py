@@ -1,10 +1,13 @@
-"""Settings of a rollout worker."""
+"""Settings of a rollout worker, and of the pods that run its agent."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kestrl._shared.plan.settings.common import Model, ServiceSettings
+
+HEALTH_PATH = "/healthz"
+"""Path at which a pod of an agent says that it is loaded."""
 
 
 class OutsideAgent(Model):
@@ -15,6 +18,8 @@ class OutsideAgent(Model):
     python: str | None = None
     """Interpreter of the process of `run`; None for the worker's own."""
     command: tuple[str, ...] = ()
+    pods: str | None = None
+    """URL of the pods that run `run` or `command`; None where they run beside the worker."""
     url: str | None = None
     config: dict[str, Any] = {}
     """Keyword arguments, or `config` of a request."""
@@ -39,6 +44,16 @@ class OutsideEnvironment(Model):
     wait_seconds: float
     """Time that an episode waits for a place."""
     start_seconds: float
+
+
+class AgentPodSettings(ServiceSettings):
+    """The pods of an agent. Read there with the standard library alone, from the user's image."""
+
+    agent: OutsideAgent
+    capacity: int
+    """Episodes that run at the same time in a pod; further ones are refused."""
+    drain_seconds: float = 60.0
+    """Time in which running episodes may end once the pod has to."""
 
 
 class RolloutSettings(ServiceSettings):

@@ -87,6 +87,8 @@ class EnvironmentEntry(Model):
 
     python: str | None = None
     """Its interpreter; None for that of the service, where only its settings are looked at."""
+    launcher: str | None = None
+    """Unix socket of the container with its image; None where it runs beside the service."""
     acts: bool
     """Whether its class may take the model's turns; else all of its methods are tools."""
     sessions: int

@@ -8,7 +8,13 @@ from kestrl._shared.spec.agent import OUTSIDE
 from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec.problems import Problem
 
-PROCESS_FIELDS = {"env": ("run", "command"), "python": ("run",), "stops": OUTSIDE, "stopped_reward": OUTSIDE}
+PROCESS_FIELDS = {
+    "env": ("run", "command"),
+    "python": ("run",),
+    "image": ("run", "command"),
+    "stops": OUTSIDE,
+    "stopped_reward": OUTSIDE,
+}
 """Fields that belong to some agents, and the fields of those agents."""
 RESERVED_VARIABLE = ("KESTRL_", "OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
 """Beginnings of variables that the worker sets."""
@@ -25,6 +31,13 @@ def agent_problems(spec: JobSpec) -> Iterator[Problem]:
         if getattr(agent, name) and not any(owner in outside for owner in owners):
             field = "stoppedReward" if name == "stopped_reward" else name
             yield Problem(f"spec.agent.{field}", f"belongs to an agent by {' or '.join(owners)}; remove it")
+    if agent.image is None:
+        for field, differs in (
+            ("replicas", agent.replicas != 1),
+            ("runtimeClassName", agent.runtime_class_name is not None),
+        ):
+            if differs:
+                yield Problem(f"spec.agent.{field}", "belongs to the pods of agent.image; give it, or remove the field")
     for variable in agent.env:
         if variable.startswith(RESERVED_VARIABLE):
             yield Problem(f"spec.agent.env.{variable}", "is set for every episode by the worker; remove it")

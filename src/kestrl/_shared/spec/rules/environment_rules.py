@@ -20,6 +20,13 @@ def environment_problems(spec: JobSpec) -> Iterator[Problem]:
         return
     if spec.tools:
         yield Problem("spec.tools", "stand beside spec.environment, which brings its own tools; remove one of the two")
+    if environment.image is None:
+        for field, differs in (
+            ("replicas", environment.replicas != 1),
+            ("runtimeClassName", environment.runtime_class_name is not None),
+        ):
+            if differs:
+                yield Problem(f"spec.environment.{field}", "belongs to the pods of environment.image; give it, too")
     for field, loop in (
         ("loop", spec.agent.loop),
         *((f"loops.{name}", loop) for name, loop in spec.agent.loops.items()),

@@ -2,9 +2,9 @@
 
 FD is a socket to the worker; messages are JSON, one a line. The first has the settings, and is answered with `ready` or
 `refused`; with `starts` in it, the class has a method `start`, which is awaited first. Then `{"id": 1, "row": ...,
-"base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode and `{"cancel": 1}` ends one. An episode
-is answered once, with `result`, `error` or `invalid`; a cancellation at once, with `cancelled` and whether a thread runs
-on.
+"base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode, `{"cancel": 1}` ends one. An episode
+is answered once, with `result`, `error` or `invalid`; a cancellation at once, with `cancelled` and whether a thread
+runs on.
 
 It needs the standard library alone, since its interpreter may have nothing else.
 """

@@ -23,7 +23,7 @@ exception is a failure of the tool and ends the episode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,8 @@ class WarmPool:
     """Longest time for which one sandbox gets new runs: the deadline of an episode."""
     keep_seconds: float
     """Time after which the cluster deletes a claim in any case, also when nobody is left to release it."""
+    read_token: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    """Reads the present token, which changes when the Secret does; None where it never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

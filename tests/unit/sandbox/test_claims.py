@@ -39,8 +39,10 @@ CONFIG = PoolConfig(max_sandboxes=3, memory_mb=256)
 class Site:
     """A cluster with agent-sandbox and a warm pool `code`, and the pod of a tool service."""
 
-    def __init__(self, cluster: FakeKubernetes, controller: AgentSandbox, pod: Pod) -> None:
+    def __init__(self, cluster: FakeKubernetes, controller: AgentSandbox, pod: Pod, tokens: list[str]) -> None:
         self.cluster, self.controller, self.pod = cluster, controller, pod
+        self.tokens = tokens
+        """The token with which a pod of the pool begins."""
         self.warm = WarmPool(
             name="code", token=TOKEN, port=controller.port, bind_seconds=20, use_seconds=600, keep_seconds=720
         )
@@ -76,13 +78,14 @@ def make_pod(cluster: FakeKubernetes, name: str) -> str:
 async def made(pool: SandboxPool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site]:
     token = folder / "token"
     token.write_text("account\n")
+    tokens = [TOKEN]
     async with FakeKubernetes() as cluster:
-        controller = AgentSandbox(cluster, lambda: application(pool, TOKEN))
+        controller = AgentSandbox(cluster, lambda: application(pool, tokens[0]))
         controller.free["code"] = 100
         uid = make_pod(cluster, "job-tools-x")
         pod = Pod(namespace="team-a", name="job-tools-x", uid=uid, server=cluster.url, token_file=token, authority=None)
         monkeypatch.setattr(Pod, "here", lambda: pod)
-        yield Site(cluster, controller, pod)
+        yield Site(cluster, controller, pod, tokens)
         await controller.stop()
 
 
@@ -236,6 +239,58 @@ async def test_a_wrong_token_is_named(site: Site) -> None:
     with pytest.raises(ClaimUnusable, match=r"401: its token is not the one of `sandbox.claim.secretRef`"):
         await site.open(token="wrong")
     await site.no_claims()
+
+
+async def test_a_rotated_token_reaches_new_pods_and_the_one_before_it_those_that_are_there(site: Site) -> None:
+    present = [TOKEN]
+    async with site.opened(read_token=lambda: present[0]) as opened:
+        first = await opened.session()
+        await first.run(Run(code=""))
+        for mine, its in (("rotated", "rotated"), ("rotated", TOKEN)):
+            present[0], site.tokens[0] = mine, its
+            session = await opened.session()
+            assert (await session.run(Run(code="print(1)"))).stdout == b"1\n"
+            await session.close()
+        await first.close()
+        assert site.controller.started == 3, "each has claimed a sandbox"
+
+
+async def test_a_token_that_was_accepted_and_is_refused_is_waited_for(site: Site) -> None:
+    present = [TOKEN]
+
+    def read() -> str:
+        reads.append(present[0])
+        if len(reads) > 4:
+            present[0] = "rotated"  # the kubelet has brought it
+        return present[0]
+
+    reads: list[str] = []
+    async with site.opened(read_token=read) as opened:
+        first = await opened.session()
+        await first.run(Run(code=""))
+        site.tokens[0] = "rotated"
+        session = await opened.session()
+        assert (await session.run(Run(code="print(1)"))).stdout == b"1\n"
+        await session.close()
+        await first.close()
+        assert len(reads) > 4
+
+
+async def used(pool: SandboxPool) -> None:
+    """Runs code in a session of its own."""
+    session = await pool.session()
+    await session.run(Run(code=""))
+
+
+async def test_one_that_is_not_replaced_in_time_is_named_and_ends_one_claim(site: Site) -> None:
+    async with site.opened(read_token=lambda: TOKEN, bind_seconds=0.5) as opened:
+        first = await opened.session()
+        await first.run(Run(code=""))
+        site.tokens[0] = "never brought"
+        with pytest.raises(SandboxFailure, match="401: its token is not the one") as caught:
+            await used(opened)
+        assert caught.value.code == "sandbox_unbound"
+        await first.close()
 
 
 @pytest.mark.parametrize("denied", [("create", "sandboxclaims"), ("get", "sandboxes"), ("list", "sandboxclaims")])

@@ -105,6 +105,10 @@ class Shop:
         self.statuses: list[int] = []
         """What `status` answers with first."""
         self.asleep = asyncio.Event()
+        self.accepted: str | None = None
+        """The only accepted value of the header X-Session; None for any."""
+        self.refused = asyncio.Semaphore(0)
+        """Released for each other value that was refused."""
 
     @property
     def origin(self) -> str:
@@ -115,6 +119,9 @@ class Shop:
         self.requests.append(
             {"method": request.method, "path": request.raw_path, "headers": dict(request.headers), "body": body}
         )
+        if self.accepted is not None and request.headers.get("X-Session") != self.accepted:
+            self.refused.release()
+            return web.json_response({"detail": "unknown key"}, status=401)
         match request.path.split("/")[1:]:
             case ["openapi.json"]:
                 return web.json_response(DOCUMENT)

@@ -429,3 +429,69 @@ async def test_what_fastapi_describes_can_be_called() -> None:
         server.should_exit = True
         await serving
     assert result.data["structured"] == {"name": "lamp", "count": 2, "tags": ["a"]}
+
+
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MountedSecret:
+    """A Secret as the kubelet mounts it, with the key `old`."""
+    secret = MountedSecret(tmp_path / "mounted")
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(secret.folder))
+    secret.write({"KESTRL_TOOL_SECRET_0": "canary-old"})
+    return secret
+
+
+def keyed(shop: Shop, *tools: str, seconds: float = 20.0) -> ToolEntry:
+    key = {"X-Session": SecretText(variable="KESTRL_TOOL_SECRET_0")}
+    server = HttpEntry(
+        openapi=f"{shop.origin}/openapi.json", headers={"X-Key": "k"}, secret_headers=key, seconds=seconds
+    )
+    return ToolEntry(name="shop", http=server, tools=tools)
+
+
+async def test_a_credential_that_was_accepted_is_waited_for(shop: Shop, mounted: MountedSecret) -> None:
+    async with opened(keyed(shop, "visits", "post_status")) as session:
+        await session.call("visits", {}, {})
+        shop.accepted = "canary-new"
+        calling = asyncio.create_task(session.call("post_status", {"code": 200}, {}))
+        for _ in ("the call", "the proof"):
+            await shop.refused.acquire()
+        mounted.write({"KESTRL_TOOL_SECRET_0": "canary-new"})
+        result: Any = await calling
+        assert result.data["status"] == 200
+        assert [request["path"] for request in shop.requests[2:]] == [
+            "/api/status/200",
+            "/api/visits",
+            "/api/status/200",
+        ], "a refused call, the proof, and the call again"
+        assert "Cookie" not in shop.requests[3]["headers"], "the proof is nobody's episode"
+
+
+async def test_one_that_is_not_replaced_in_time_is_a_failure_that_can_be_retried(
+    shop: Shop, mounted: MountedSecret
+) -> None:
+    async with opened(keyed(shop, "visits", seconds=1.0)) as session:
+        await session.call("visits", {}, {})
+        shop.accepted = "canary-new"
+        with pytest.raises(KestrlError, match=r"refuses the credential of http\.secretHeaders") as caught:
+            await session.call("visits", {}, {})
+    failure = caught.value.failure()
+    assert (failure.boundary, failure.code, failure.retryable) == (Boundary.TOOL, "tool_unauthorized", True)
+    assert "canary" not in failure.message
+
+
+async def test_a_call_that_is_refused_alone_is_the_models(shop: Shop, mounted: MountedSecret) -> None:
+    """Else a model could end its episodes as failures."""
+    async with opened(keyed(shop, "visits", "status")) as session:
+        await session.call("visits", {}, {})
+        with pytest.raises(ToolError, match="HTTP 401"):
+            await session.call("status", {"code": 401}, {})
+        assert shop.requests[-1]["path"] == "/api/visits"
+
+
+async def test_the_refusal_of_a_credential_that_never_was_accepted_is_the_models(
+    shop: Shop, mounted: MountedSecret
+) -> None:
+    async with opened(keyed(shop, "visits")) as session:
+        shop.accepted = "another"
+        with pytest.raises(ToolError, match="HTTP 401"):
+            await session.call("visits", {}, {})

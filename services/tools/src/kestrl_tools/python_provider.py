@@ -257,6 +257,7 @@ def _warm_pool(claim: ClaimEntry) -> WarmPool:
         bind_seconds=claim.bind_seconds,
         use_seconds=claim.use_seconds,
         keep_seconds=claim.keep_seconds,
+        read_token=partial(secret_header, "sandbox.claim", claim.token),
     )
 
 

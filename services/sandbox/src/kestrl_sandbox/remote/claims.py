@@ -46,6 +46,8 @@ CONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 """Time in which a server confirms that a connection is closed."""
 DELETE_ATTEMPTS = 5
+MAX_TOKENS = 4
+"""Tokens that are tried: the present one and those before it."""
 
 
 class ClaimUnusable(SandboxFailure):
@@ -54,12 +56,20 @@ class ClaimUnusable(SandboxFailure):
     code = "sandbox_claim_unusable"
 
 
+class _TokenRefused(Exception):
+    """The server in a pod has another token."""
+
+
 class ClaimedSandboxes:
     """Pods claimed from a warm pool."""
 
     def __init__(self, api: ClusterApi, pool: WarmPool, memory_mb: int) -> None:
         self._api, self._pool, self._memory_mb = api, pool, memory_mb
-        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {pool.token}"})
+        self._http = aiohttp.ClientSession()
+        self._tokens = [pool.token]
+        self._accepted = False
+        """Whether a server has accepted a token."""
+        self._denied = ""
         self._first: RemoteSlot | None = None
         self._slots: dict[str, RemoteSlot] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -140,6 +150,7 @@ class ClaimedSandboxes:
                     status = await self._status(name)
                     latest = status.state
                     socket = None if status.address is None else await self._dial(status.address)
+                    latest = f"{status.state}; {self._denied}" if self._denied else latest
                     if socket is not None:
                         return await self._greeted(name, socket, status.sandbox.name, first=first, use_until=use_until)
                     await asyncio.sleep(wait)
@@ -161,24 +172,53 @@ class ClaimedSandboxes:
         return status
 
     async def _dial(self, address: str) -> aiohttp.ClientWebSocketResponse | None:
-        """A connection to the server in a pod; None while it does not listen, or the network is not ready for it."""
+        """A connection to the server in a pod; None while it does not listen, the network is not ready for it, or a
+        token that was accepted before is refused: the Secret may have been changed.
+        """
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{self._pool.port}{SLOT_PATH}"
+        self._denied = ""
+        for token in self._known_tokens():
+            try:
+                socket = await self._connected(url, token)
+            except _TokenRefused:
+                continue
+            self._accepted |= socket is not None
+            return socket
+        self._denied = (
+            f"the server of the pool {self._pool.name} at {url}: 401: its token is not the one of "
+            "`sandbox.claim.secretRef`"
+        )
+        if not self._accepted:
+            raise ClaimUnusable(self._denied)
+        log.warning("%s", self._denied)
+        return None
+
+    def _known_tokens(self) -> list[str]:
+        """The present token, and those before it: pods of the pool have the one with which they began."""
+        if self._pool.read_token is not None:
+            present = self._pool.read_token()
+            self._tokens = [present, *(token for token in self._tokens if token != present)][:MAX_TOKENS]
+        return self._tokens
+
+    async def _connected(self, url: str, token: str) -> aiohttp.ClientWebSocketResponse | None:
+        """A connection with a token; raises `_TokenRefused` if that is wrong."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 return await self._http.ws_connect(
                     url,
+                    headers={"Authorization": f"Bearer {token}"},
                     heartbeat=HEARTBEAT_SECONDS,
                     max_msg_size=MAX_MESSAGE,
                     timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS),  # pyright: ignore[reportCallIssue] - of attrs
                 )
         except aiohttp.WSServerHandshakeError as error:
-            fix = (
-                "its token is not the one of `sandbox.claim.secretRef`"
-                if error.status == 401
-                else "what its template runs is not `kestrl sandbox serve` of this version"
-            )
-            raise ClaimUnusable(f"the server of the pool {self._pool.name} at {url}: {error.status}: {fix}") from error
+            if error.status == 401:
+                raise _TokenRefused from error
+            raise ClaimUnusable(
+                f"the server of the pool {self._pool.name} at {url}: {error.status}: what its template runs is not "
+                "`kestrl sandbox serve` of this version"
+            ) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             log.info("no sandbox answers at %s yet: %s: %s", url, type(error).__name__, error)
             return None

@@ -44,6 +44,8 @@ class Response:
     """Whether the body goes on after what was read."""
     retry_after: float = 0.0
     """Seconds to wait before another attempt, as the server asks."""
+    authorized: bool = True
+    """Whether who answered was sent the headers of the manifest."""
 
     @property
     def text(self) -> str:
@@ -176,7 +178,8 @@ class HttpClient:
             ) as response:
                 location = response.headers.get("Location")
                 if response.status not in REDIRECTS or location is None:
-                    return await self._read(response)
+                    read = await self._read(response)
+                    return replace(read, authorized=current.url.origin() == origin)
                 current = self._redirected(current, response.status, location)
         raise self._unusable(request, f"more than {MAX_REDIRECTS} redirects")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +15,8 @@ from yarl import URL
 from kestrl._shared.plan.settings.tools import HttpEntry, ToolEntry
 from kestrl.errors import ToolFailure, UserInputError, text_of
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolDefinition, kwargs_failure
-from kestrl_tools.http.client import HttpClient
+from kestrl_tools.http.client import HttpClient, Response
+from kestrl_tools.http.credential import POLL_SECONDS, UNAUTHORIZED, AcceptedRequest
 from kestrl_tools.http.document import MAX_BYTES, Document, DocumentInvalid, Unsupported, parsed
 from kestrl_tools.http.egress import Egress, host_and_port, of_url
 from kestrl_tools.http.operations import Operation, of_document, of_endpoint
@@ -49,6 +51,7 @@ class HttpProvider:
         self._base_url = ""
         self._operations: Mapping[str, Operation] = {}
         self._client = self._made_client(server.max_response_bytes)
+        self._accepted = AcceptedRequest()
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         server = self._server
@@ -98,17 +101,57 @@ class HttpProvider:
         await self._client.close()
 
     async def call(
-        self, session: aiohttp.ClientSession, tool: str, arguments: Kwargs, headers: Mapping[str, str]
+        self, session: aiohttp.ClientSession, tool: str, arguments: Kwargs, own: Mapping[str, str]
     ) -> object:
-        """Calls an operation in an episode's session; raises as `ProviderSession.call` does."""
+        """Calls an operation in an episode's session, with headers of its own; raises as `ProviderSession.call` does.
+
+        A credential that was accepted and is refused is waited for, as long as a call may take: a refused request was
+        not executed, and the Secret may have the new one soon.
+        """
         request = request_of(self._operations[tool], self._base_url, arguments)
+        ending = asyncio.get_running_loop().time() + self._server.seconds
+        while True:
+            headers, plain = self.headers(), not len(session.cookie_jar)
+            response = await self._asked(session, request, {**headers, **own}, ending)
+            self._accepted.note(request, response, plain=plain)
+            refused = response.status == UNAUTHORIZED and response.authorized and bool(self._server.secret_headers)
+            proof = partial(self._asked_alone, headers=headers, ending=ending)
+            if not refused or (self.headers() == headers and not await self._accepted.is_refused(proof)):
+                return result_of(tool, response)
+            await self._changed(headers, ending)
+
+    async def _asked(
+        self, session: aiohttp.ClientSession, request: Request, headers: Mapping[str, str], ending: float
+    ) -> Response:
+        seconds = round(max(0.1, ending - asyncio.get_running_loop().time()), 1)
         try:
-            response = await self._client.ask(session, request, headers, seconds=self._server.seconds)
+            response = await self._client.ask(session, request, headers, seconds=seconds)
         except ServerUnavailable as error:
             self._problem = str(error)
             raise
         self._problem = ""
-        return result_of(tool, response)
+        return response
+
+    async def _asked_alone(self, request: Request, headers: Mapping[str, str], ending: float) -> Response:
+        """The response to a request without anything of an episode."""
+        async with self._client.session() as session:
+            return await self._asked(session, request, headers, ending)
+
+    async def _changed(self, headers: Mapping[str, str], ending: float) -> None:
+        """Returns once there are other credentials.
+
+        Raises:
+            ToolFailure: There are none in time.
+        """
+        loop = asyncio.get_running_loop()
+        while self.headers() == headers:
+            if loop.time() + POLL_SECONDS > ending:
+                self._problem = (
+                    f"{self.name}: the server refuses the credential of http.secretHeaders, which it has accepted "
+                    "before (401); put the new one into the Secret"
+                )
+                raise ToolFailure(self._problem, code="tool_unauthorized", retryable=True)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _made_client(self, max_bytes: int) -> HttpClient:
         server = self._server
@@ -157,8 +200,7 @@ class _Session:
         self._provider, self._session, self._own = provider, session, own
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
-        headers = {**self._provider.headers(), **self._own}
-        return await self._provider.call(self._session, tool, {**arguments, **filled}, headers)
+        return await self._provider.call(self._session, tool, {**arguments, **filled}, self._own)
 
     async def state(self) -> object:
         return None

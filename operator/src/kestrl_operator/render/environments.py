@@ -54,7 +54,7 @@ def with_environment(template: Object, environment: Environment, cluster: Cluste
         "resources": resources_of(CONTAINER, cluster),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    volumes = [{"name": name, "emptyDir": {}} for name in (CONTAINER, "environment-tmp")]
+    volumes: list[Object] = [{"name": name, "emptyDir": {}} for name in (CONTAINER, "environment-tmp")]
     sharing = {**service, "volumeMounts": [*service["volumeMounts"], SHARED]}
-    extended = {**spec, "containers": [sharing, beside], "volumes": [*spec["volumes"], *volumes]}
+    extended: Object = {**spec, "containers": [sharing, beside], "volumes": [*spec["volumes"], *volumes]}
     return {**template, "spec": extended}

@@ -26,7 +26,7 @@ PACKAGES = ("kestrl", "kestrl_rollout")
 class Pod:
     """A pod's program with the files of its image."""
 
-    def __init__(self, folder: Path, packages: Path, outside: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, folder: Path, packages: Path, outside: dict[str, Any], capacity: int) -> None:
         self.url, self.outside = f"http://127.0.0.1:{free_port()}", outside
         values = AgentPodSettings(
             component="agent-0",
@@ -34,7 +34,7 @@ class Pod:
             run="job-1",
             listen=self.url.removeprefix("http://"),
             agent=OutsideAgent.model_validate(outside),
-            **{"capacity": 8, **settings},
+            capacity=capacity,
         )
         file = folder / "agent.json"
         file.write_text(values.model_dump_json(), encoding="utf-8")
@@ -69,9 +69,9 @@ async def start_pod(client_module: Path, tmp_path: Path) -> AsyncIterator[Callab
     packages, pods = tmp_path / "packages", list[Pod]()
     prepare(PrepareSettings(packages=PACKAGES, packages_target=str(packages)))
 
-    def start(source: str, name: str = "functions", settings: Any = None, **outside: Any) -> Pod:
+    def start(source: str, name: str = "functions", capacity: int = 8, **outside: Any) -> Pod:
         (client_module / f"{name}.py").write_text(f"from client import *\n{textwrap.dedent(source)}", encoding="utf-8")
-        pods.append(Pod(client_module, packages, outside, **(settings or {})))
+        pods.append(Pod(client_module, packages, outside, capacity))
         return pods[-1]
 
     yield start
@@ -229,7 +229,7 @@ async def test_a_full_pod_gets_the_episode_again(start_pod: Any, pod_stage: Any)
     def agent(row, base_url, key, deadline):
         chat(base_url, key, row["messages"])
     """
-    pod = start_pod(source, settings={"capacity": 1}, run="functions:agent")
+    pod = start_pod(source, capacity=1, run="functions:agent")
     stage = await pod_stage(pod)
     stage.says("42")
     episodes = await asyncio.gather(*(stage.episode() for _ in range(3)))

@@ -181,8 +181,8 @@ ON_KUBERNETES = tests/e2e/kit/packages || exit 0; $(MAKE) --no-print-directory k
 
 ## make e2e              run the end-to-end tests on a real Kubernetes (local, or E2E_KUBECONFIG): chart, jobs, faults, isolation, scale
 e2e: $(STAMP)
-	$(ON_KUBERNETES) e2e --ignore=tests/e2e/test_scale.py tests/e2e tests/unit/operator/status && \
-	  $(BIN)/python -m pytest -q -rs -m e2e tests/e2e/test_scale.py  # without kubelets and without the operator of the other tests
+	$(ON_KUBERNETES) e2e --ignore=tests/e2e/scale tests/e2e tests/unit/operator/status && \
+	  $(BIN)/python -m pytest -q -rs -m e2e tests/e2e/scale  # without kubelets and without the operator of the other tests
 
 # The subset of e2e for CI.
 cluster: $(STAMP)

@@ -118,11 +118,7 @@ class Operator:
     def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
         """Handles an event of a watch stream."""
         if kind == JOB:
-            before = self._generation(given)
-            key: Key | None = self._store.job(given, deleted=deleted)
-            if self._generation(given) != before:
-                self._queue.forgive(key)
-            self._audit.received(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
+            key = self._take_job(given, deleted)
         elif kind in {SFT_JOB, BATCH_JOB}:
             self._take_sft(kind, given, deleted)
             return
@@ -132,6 +128,15 @@ class Operator:
             key = self._take_child(kind, given, deleted)
         if key is not None:
             self._queue.add(key)
+
+    def _take_job(self, given: Mapping[str, Any], deleted: bool) -> Key | None:
+        """Handles a change of a job; None for a state that needs no pass, such as one that a pass has written."""
+        expected, before = not deleted and self._store.expects(given), self._generation(given)
+        key = self._store.job(given, deleted=deleted)
+        if self._generation(given) != before:
+            self._queue.forgive(key)
+        self._audit.received(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
+        return None if expected else key
 
     def _take_sft(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
         """Handles a change of an SFTJob or of its Job."""

@@ -123,6 +123,12 @@ class EngineReport(Part):
     build: EngineBuild | None = None
     """None before its first verification."""
 
+    @property
+    def up_to_date(self) -> bool:
+        """Whether it serves the newest version, or the one before while it loads the newest."""
+        serves = self.policy is not None and self.lag <= 1 and not self.message
+        return serves and self.state in {ServingState.SERVING, ServingState.LOADING}
+
 
 class EngineFleet(Part):
     """The engines of the job."""
@@ -134,6 +140,13 @@ class EngineFleet(Part):
     """In the job's order; empty before the engines are contacted and after the end of the run."""
     builds: tuple[EngineBuild, ...] = ()
     """Builds that have verified a version in this run, the first `BUILDS` of them."""
+
+    @property
+    def updating(self) -> bool:
+        """Whether every engine has verified the version before the newest and loads that one, if it has not verified it
+        already: so it is for a while after each step.
+        """
+        return self.verified < self.total <= len(self.reports) and all(report.up_to_date for report in self.reports)
 
 
 class Learning(Part):

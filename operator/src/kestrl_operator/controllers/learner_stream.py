@@ -24,10 +24,10 @@ from kestrl_operator.state.snapshot import LearnerReport
 from kestrl_operator.state.store import Key
 
 log = logging.getLogger(__name__)
-INTERVAL = 2.0
+INTERVAL = 1.0
 """Minimum seconds between two reports."""
 NUMBERS_SECONDS = 30.0
-"""Minimum seconds between two reports, and two writes of a status, of which only numbers have changed."""
+"""Minimum seconds between two reports of which only numbers have changed."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
 FIRST_REPORT_SECONDS = 3.0
 """Seconds in which a learner that can be reached sends its first report; before that, it is not considered

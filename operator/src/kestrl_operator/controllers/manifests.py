@@ -205,8 +205,8 @@ def _check_environment(job: AgentRLJob) -> None:
     environment = job.spec.environment
     if environment is not None and environment.owns_loop:
         raise UserInputError(
-            f"spec.environment.{environment.kind}: runs its episodes itself, beside a worker on one machine: run the job "
-            "with `kestrl run`"
+            f"spec.environment.{environment.kind}: runs its episodes itself, beside a worker on one machine: run the "
+            "job with `kestrl run`"
         )
     if environment is not None and environment.image is None:
         raise UserInputError(

@@ -9,12 +9,14 @@ from typing import Any
 
 from kestrl_operator.apiserver.client import Api, Conflict, Gone
 from kestrl_operator.controllers.job_state import JobState
-from kestrl_operator.controllers.learner_stream import NUMBERS_SECONDS
 from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.state.store import Key, Store
 from kestrl_operator.status.build import states_in, with_failure, without_empties
 
+NUMBERS_SECONDS = 25.0
+"""Minimum seconds between two writes of a status of which only numbers have changed: less than between two such
+reports, so that each is written when it comes."""
 CONFLICT_RECHECK_SECONDS = 5.0
 """Seconds until the next pass over a job that changed while its status was computed, if no watch event causes one."""
 
@@ -70,6 +72,7 @@ class StatusWriter:
         version = self._store.version(uid)
         if status == before or not version:
             return
+        self._store.expect(uid, status)
         try:
             self._store.job(await self._api.apply_status(key.namespace, key.name, version, status))
         except Gone:

@@ -19,6 +19,8 @@ Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
 INSTANCE_LABEL = "app.kubernetes.io/instance"
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
+OF_USERS = ("generation", "labels", "annotations", "deletionTimestamp")
+"""Metadata of a job that change by what users do."""
 
 
 class Key(NamedTuple):
@@ -75,6 +77,8 @@ class Store:
         self.jobs: dict[Key, Object] = {}
         self.nodes: Sequence[Node] | None = None
         """The nodes as last listed; None where this operator may not list them."""
+        self._written: dict[str, Object] = {}
+        """The last status that this process wrote, or writes now, by uid of the job."""
         self._dependents: dict[Key, Dependents] = {}
         self._owners: dict[str, str] = {}
         """Uid of the owning job by uid of the child; empty for an orphaned child."""
@@ -134,8 +138,25 @@ class Store:
             self.jobs[key] = {**given, "metadata": lean}
         return key
 
+    def expect(self, uid: str, status: Object) -> None:
+        """Notes a status that this process is about to write."""
+        self._written[uid] = status
+
+    def expects(self, given: Object) -> bool:
+        """Whether the state of a job is known, or differs from the known one by a status that this process writes: its
+        watch event may precede the answer.
+        """
+        metadata = given["metadata"]
+        uid, known = metadata["uid"], self.jobs.get(Key(metadata["namespace"], metadata["name"]))
+        if int(metadata["resourceVersion"]) <= self.version(uid):
+            return True
+        if known is None or known["metadata"]["uid"] != uid or self._written.get(uid) != given.get("status"):
+            return False
+        return all(known["metadata"].get(name) == metadata.get(name) for name in OF_USERS)
+
     def drop(self, key: Key, uid: str) -> None:
         """Removes a job that no longer exists."""
+        self._written.pop(uid, None)
         known = self.jobs.get(key)
         if known is not None and known["metadata"]["uid"] == uid:
             del self.jobs[key]

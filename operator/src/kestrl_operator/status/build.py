@@ -117,10 +117,16 @@ def states_in(status: Mapping[str, Any]) -> object:
         (item["type"], item["status"], item["reason"], item.get("observedGeneration"))
         for item in status.get("conditions", ())
     ]
-    engines = [(item["name"], item.get("state"), item.get("message")) for item in status.get("engines", ())]
+    engines = [(item["name"], _state(item), item.get("message")) for item in status.get("engines", ())]
     shown = status.get("shown", {})
     others = {name: value for name, value in status.items() if name not in NUMBERS}
     return conditions, engines, shown.get("phase"), others
+
+
+def _state(engine: Mapping[str, Any]) -> object:
+    """The state of an engine. That it loads the version after the one that it serves changes nothing."""
+    state, lag = engine.get("state"), engine.get("lag")
+    return str(ServingState.SERVING) if state == ServingState.LOADING and lag == 1 else state
 
 
 def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:

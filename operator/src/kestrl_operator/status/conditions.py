@@ -83,8 +83,9 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Released": "No engine is to run: the job is suspended or parked, or has ended.",
     },
     Type.POLICY_CONVERGED: {
-        "AllProved": "Every engine has reproduced the newest version's log-probs.",
-        "Loading": "Engines fetch, load and verify the newest version.",
+        "AllProved": "Every engine has reproduced the newest version's log-probs, or has those of the version before "
+        "and loads the newest, for up to 30 s after a step.",
+        "Loading": "Engines fetch, load and verify the first version, or the newest for longer than 30 s.",
         "Quarantined": "An engine could not verify it and gets no requests.",
     },
     Type.ROLLOUTS_FLOWING: {

@@ -24,6 +24,8 @@ ROLLING = (Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
 recent step."""
+UPDATE_SECONDS = 30.0
+"""Seconds after a step in which engines that load its version are as usual."""
 
 
 def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
@@ -236,6 +238,8 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
     verified = f"{live.verified}/{total} engines have verified {newest}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
+    if live.state.engines.updating and live.state.engines.total >= total and live.at < live.stepped + UPDATE_SECONDS:
+        return _true(Type.POLICY_CONVERGED, "AllProved", f"all have verified the version before; {verified}")
     lying = [engine for engine in live.state.engines.reports if engine.state is ServingState.QUARANTINED]
     if lying:
         why = lying[0].message or "no reason was reported"

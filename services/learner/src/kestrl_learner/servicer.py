@@ -12,7 +12,7 @@ from kestrl._shared.rpc.run_report import report_of
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl_learner.progress.progress import Progress
-from kestrl_learner.progress.watched import standing
+from kestrl_learner.progress.watched import is_news
 
 SHORTEST_INTERVAL = 0.1
 """Seconds between two looks at a progress of which only numbers have changed."""
@@ -38,13 +38,12 @@ class LearnerServicer(stubs.LearnerServiceServicer):
                 if progress.ended:
                     return
                 await progress.changed()
-            now, before = clock(), state
-            state = standing(progress.state)
-            if state == before and now < numbers_at and not (progress.final or progress.ended):
+            now, ends = clock(), progress.final or progress.ended
+            if state is not None and now < numbers_at and not ends and not is_news(state, progress.state):
                 # A state that changes within the shorter interval is seen at its end.
                 await self._hold(min(numbers_at, now + max(request.min_interval_seconds, SHORTEST_INTERVAL)))
                 continue
-            sent, numbers_at = seen, now + request.numbers_interval_seconds
+            sent, state, numbers_at = seen, progress.state, now + request.numbers_interval_seconds
             yield message
             if request.min_interval_seconds > 0:
                 await self._hold(now + request.min_interval_seconds)

@@ -29,12 +29,20 @@ from kestrl.runstate.events import (
     StorageAwaited,
 )
 from kestrl.runstate.history import LastStep, StepCounts
-from kestrl.runstate.state import EngineBuild, Learning, RunState
-from kestrl.runstate.states import RunPhase
+from kestrl.runstate.state import (
+    EngineBuild,
+    EngineFleet,
+    EngineReport,
+    Learning,
+    NewestPolicy,
+    RunState,
+    Steps,
+)
+from kestrl.runstate.states import RunPhase, ServingState
 from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
 from kestrl_learner.progress.progress import Progress
-from kestrl_learner.progress.watched import standing
+from kestrl_learner.progress.watched import is_news, standing
 from kestrl_learner.run import Run
 from kestrl_learner.servicer import LearnerServicer
 from kestrl_learner.store import checkpoint
@@ -431,3 +439,27 @@ def test_what_goes_on_as_it_should_is_no_other_state() -> None:
         {"engines": [away]}, {"engines_total": 2}, {"tool_warning_reason": "no_tool_call"}, {"storage_wait": "since"},
     ):  # fmt: skip
         assert state(1, **change) != state(1), change
+
+
+def test_loading_the_version_of_a_step_is_no_news_and_its_end_is_where_it_was_sent() -> None:
+    def fleet(step: int, *states: str, message: str = "") -> RunState:
+        newest, before = (PolicyVersion(job="j", step=each, sha256="0" * 64) for each in (step, step - 1))
+        reports = tuple(
+            EngineReport(name=f"engine-{index}", policy=newest, state=ServingState.SERVING)
+            if state == "serving"
+            else EngineReport(name=f"engine-{index}", policy=before, lag=1, state=ServingState(state), message=message)
+            for index, state in enumerate(states)
+        )
+        verified = states.count("serving")
+        fleet = EngineFleet(total=len(states), verified=verified, reports=reports)
+        return RunState(steps=Steps(done=step), policy=NewestPolicy(version=newest), engines=fleet)
+
+    served = fleet(3, "serving", "serving")
+    for states in (("loading", "loading"), ("serving", "loading")):
+        loads = fleet(4, *states)
+        assert not is_news(served, loads)
+        assert not is_news(loads, fleet(5, *states))
+        assert is_news(loads, fleet(4, "serving", "serving")), "what was sent is not so any more"
+    assert is_news(served, fleet(4, "serving", "away"))
+    assert is_news(served, fleet(4, "serving", "quarantined"))
+    assert is_news(served, fleet(4, "serving", "loading", message="no space left"))

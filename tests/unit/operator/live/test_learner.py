@@ -76,6 +76,19 @@ async def test_states_are_written_at_once_and_numbers_wait(stage: Stage, monkeyp
         assert len(stage.cluster.requests("patch", "agentrljobs/status")) == before + 1
 
 
+async def test_what_the_operator_writes_causes_no_other_pass(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writer, "NUMBERS_SECONDS", 0.0)
+    async with scene(stage, report("training", 9)) as on:
+        await stage.until(lambda: stage.phase() == "Running", "it runs")
+        await stage.settled()
+        passes = on.running.operator._passes["ok"]
+        for step in range(10, 13):
+            on.learner.report(report("training", step))
+            await stage.until(lambda step=step: stage.status()["progress"]["step"] == step, "it is written")
+            await stage.settled()
+        assert on.running.operator._passes["ok"] == passes + 3
+
+
 async def test_the_last_numbers_are_written_without_another_report(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

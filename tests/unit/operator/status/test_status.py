@@ -44,6 +44,7 @@ from kestrl_operator.status.build import ENGINES_SHOWN, FAILURES_SHOWN, status_o
 from kestrl_operator.status.build import LONGEST_MESSAGE as LONGEST_OF_ENGINE
 from kestrl_operator.status.conditions import LONGEST_MESSAGE, NOT_OBSERVED, QUARANTINED, REASONS, Type
 from kestrl_operator.status.lifecycle import decide
+from kestrl_operator.status.observations import UPDATE_SECONDS
 
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
 QUEUED = {QUEUE_LABEL: "gpus"}
@@ -412,14 +413,32 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"EnginesReady": ("True", "AllReady", "2/2")},
     ),
     (
-        "an engine loads",
+        "an engine loads for long",
         {
             "last_report": learner_report(
-                report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1)
+                report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1),
+                stepped=NOW - UPDATE_SECONDS,
             )
         },
         "Running",
         {"PolicyConverged": ("False", "Loading", f"1/2 engines have verified {version(14).name}")},
+    ),
+    (
+        "engines load the version of the last step",
+        {
+            "last_report": learner_report(
+                report(engines=[engine(0), engine(1, 13, state="loading", lag=1)], engines_converged=1),
+                stepped=NOW - UPDATE_SECONDS / 2,
+            )
+        },
+        "Running",
+        {
+            "PolicyConverged": (
+                "True",
+                "AllProved",
+                f"all have verified the version before; 1/2 engines have verified {version(14).name}",
+            )
+        },
     ),
     (
         "an engine could not verify it",

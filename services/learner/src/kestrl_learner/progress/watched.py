@@ -5,6 +5,22 @@ from __future__ import annotations
 from kestrl.runstate.gathering import Gathering
 from kestrl.runstate.history import History, LastStep, Stale
 from kestrl.runstate.state import Gauges, RunState, StoreAccess
+from kestrl.runstate.states import ServingState
+
+
+def is_news(sent: RunState, state: RunState) -> bool:
+    """Whether a watcher that was sent one state should know the other at once. That engines load the version of a step
+    is no news; that they have loaded it is, to a watcher that was sent that they load it.
+    """
+    return standing(sent) not in (standing(state), standing(_updated(state)))
+
+
+def _updated(state: RunState) -> RunState:
+    """The state once engines have loaded the version that they are loading after a step."""
+    if not state.engines.updating:
+        return state
+    reports = tuple(report.but(state=ServingState.SERVING) for report in state.engines.reports)
+    return state.but(engines=state.engines.but(verified=state.engines.total, reports=reports))
 
 
 def standing(state: RunState) -> RunState:

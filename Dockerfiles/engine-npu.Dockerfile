@@ -1,6 +1,7 @@
 # The inference engine for Ascend NPUs: vllm-ascend's own image, and what of KestRL runs in it.
-# Build from the repository's root: scripts/build_images engine-npu
-ARG BASE=quay.io/ascend/vllm-ascend:v0.23.0
+# Build from the repository's root: scripts/build_images engine-npu, or engine-npu-a3 for Atlas A3
+ARG CHIP=
+ARG BASE=quay.io/ascend/vllm-ascend:v0.23.0${CHIP:+-${CHIP}}
 
 FROM ${BASE}
 ARG VERSION=unknown

@@ -1,6 +1,7 @@
 # The learner for Ascend NPUs: CANN from the base image, torch and torch_npu of one version; the driver is the node's.
-# Build from the repository's root: scripts/build_images learner-npu
-ARG BASE=quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.11
+# Build from the repository's root: scripts/build_images learner-npu, or learner-npu-a3 for Atlas A3
+ARG CHIP=
+ARG BASE=quay.io/ascend/cann:9.1.0-${CHIP:-910b}-ubuntu22.04-py3.11
 
 FROM ${BASE} AS build
 ARG UV=0.13.8

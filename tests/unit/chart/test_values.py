@@ -58,7 +58,7 @@ def test_images_are_of_the_chart_s_own_version(values: dict[str, Any]) -> None:
     assert project is not None
     assert chart["version"] == chart["appVersion"] == project[1]
     images = [image for image in json.dumps(values).split('"') if image.startswith("ghcr.io/")]
-    assert len(images) == 12
+    assert len(images) == 14
     assert {image.rpartition(":")[2] for image in images} == {chart["appVersion"]}
 
 

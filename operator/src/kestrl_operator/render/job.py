@@ -96,7 +96,10 @@ class Given:
         spec = self.job.spec
         if role in {Role.ENGINE, Role.INFERENCE}:
             return self.cluster.profile(spec.inference.accelerator.profile)
-        return self.cluster.profile(spec.learner.accelerator.profile if program(role) is Role.LEARNER else "cpu")
+        if program(role) is not Role.LEARNER:
+            return self.cluster.profile("cpu")
+        profile = self.cluster.profile(spec.learner.accelerator.profile)
+        return profile.of_several_pods() if has_rank_pods(spec) else profile
 
     def image(self, role: Role) -> str:
         """The image of a role's container."""

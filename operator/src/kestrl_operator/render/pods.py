@@ -14,7 +14,7 @@ from kestrl._shared.prepare import PrepareSettings
 from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
 from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.resources import resources_of
-from kestrl_operator.state.accelerators import Profile
+from kestrl_operator.state.accelerators import HostMount, Profile
 from kestrl_operator.state.cluster import HOME, PACKAGES, PREPARE, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
@@ -46,8 +46,22 @@ STORAGE_SECRET = "/kestrl-secrets/storage"  # noqa: S105 - a folder
 """Folder of the storage's Secret in containers that use storage."""
 USER_SECRETS = "/kestrl-secrets/user"
 """Folder of the entries of the user's Secrets that a container needs."""
+DEVICE_ROLES = (Role.INFERENCE, Role.LEARNER, Role.RANKS)
+"""Roles whose pods may have devices."""
 STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
+
+
+def pod_security(profile: Profile) -> Object:
+    """The security context of the pods of a profile."""
+    return {**POD_SECURITY, **profile.pod_security.changes()}
+
+
+def container_security(profile: Profile) -> Object:
+    """The security context of a container that computes on devices of a profile."""
+    if not profile.capabilities:
+        return CONTAINER_SECURITY
+    return {**CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": list(profile.capabilities)}}
 
 
 def program(role: Role) -> Role:
@@ -80,11 +94,11 @@ def container(
         "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
-        "command": _command(component),
+        "command": [*profile.entrypoint, *_command(component)],
         "args": [*_settings_flag(component), *component.args],
         "env": environment(job, component, profile),
         "ports": ports,
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": container_security(profile),
         "volumeMounts": [*mounts(component.role, profile), *claimed(claims)],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         **probes(component),
@@ -265,10 +279,13 @@ def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> li
 def device_volumes(profile: Profile) -> list[Object]:
     """The volumes of pods that compute on devices."""
     paths = [
-        {"name": f"devices-{number}", "hostPath": {"path": mount.path}}
-        for number, mount in enumerate(profile.host_mounts)
+        {"name": f"devices-{number}", "hostPath": _host_path(mount)} for number, mount in enumerate(profile.host_mounts)
     ]
     return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *paths]
+
+
+def _host_path(mount: HostMount) -> Object:
+    return {"path": mount.path} if mount.type is None else {"path": mount.path, "type": mount.type}
 
 
 def claim_volumes(claims: Sequence[str]) -> list[Object]:
@@ -327,7 +344,7 @@ def template(
         "serviceAccountName": CLAIMS_ACCOUNT if claims_sandboxes else account(job),
         "automountServiceAccountToken": claims_sandboxes,
         "enableServiceLinks": False,
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_security(profile),
         "terminationGracePeriodSeconds": learner_grace if role is Role.LEARNER else GRACE_SECONDS.get(role, 30),
         "containers": list(containers),
         "volumes": [
@@ -338,7 +355,7 @@ def template(
     }
     if prepares:
         spec["initContainers"] = [preparing(preparing_image, role, cluster, store, claims)]
-    spec |= placement(cluster, profile)
+    spec |= {**placement(cluster, profile), **nearness(job, profile)}
     if runtime_class is not None:
         spec["runtimeClassName"] = runtime_class
     return {"metadata": {"labels": {**labels, **profile.labels}, "annotations": dict(annotations)}, "spec": spec}
@@ -356,6 +373,25 @@ def placement(cluster: Cluster, profile: Profile) -> Object:
     if profile.scheduler is not None:
         spec["schedulerName"] = profile.scheduler
     return spec
+
+
+def nearness(job: str, profile: Profile) -> Object:
+    """The wish of pods with devices to be near the others of their job: on one node where they fit. No pod waits for
+    it.
+    """
+    if not profile.topology_keys:
+        return {}
+    selector = {
+        "matchLabels": {"kestrl.dev/job": job},
+        "matchExpressions": [
+            {"key": "kestrl.dev/role", "operator": "In", "values": [str(role) for role in DEVICE_ROLES]}
+        ],
+    }
+    terms = [
+        {"weight": 100 // (1 + place), "podAffinityTerm": {"labelSelector": selector, "topologyKey": key}}
+        for place, key in enumerate(profile.topology_keys)
+    ]
+    return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": terms}}}
 
 
 def checksum(settings: Mapping[str, str]) -> str:

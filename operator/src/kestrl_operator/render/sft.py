@@ -17,14 +17,14 @@ from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
 from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
-    CONTAINER_SECURITY,
-    POD_SECURITY,
     Object,
     claim_volumes,
     claimed,
+    container_security,
     device_mounts,
     device_volumes,
     placement,
+    pod_security,
     preparing,
     storage_volumes,
     with_storage,
@@ -125,9 +125,9 @@ def profile_of(job: SFTJob, cluster: Cluster) -> Profile:
         profile = cluster.profile(accelerator.profile)
     except UserInputError as error:
         raise UserInputError(f"spec.learner.{error}") from error
-    if device.partition(":")[0] != profile.image:
+    if device.partition(":")[0] != profile.device:
         raise UserInputError(
-            f"{field}.profile: {accelerator.profile!r} has devices of kind {profile.image!r}, and "
+            f"{field}.profile: {accelerator.profile!r} has devices of kind {profile.device!r}, and "
             f"spec.learner.device is {device!r}; make them the same"
         )
     if profile.image not in cluster.images.learner:
@@ -173,7 +173,7 @@ def _settings(given: SFTGiven, profile: Profile) -> SFTSettings:
         template=None if spec.template is None else f"{DATA}/template.jinja",
         storage=given.run,
     )
-    return made.model_copy(update={"device": profile.image})  # a pod sees its own devices only
+    return made.model_copy(update={"device": profile.device})  # a pod sees its own devices only
 
 
 def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
@@ -208,7 +208,7 @@ def _pod(given: SFTGiven, profile: Profile) -> Object:
         "serviceAccountName": support_name(given.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_security(profile),
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "initContainers": [preparing(image, "sft", cluster, given.secret, claims)],
         "containers": [_container(given, image, profile, claims)],
@@ -231,10 +231,10 @@ def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str])
         "name": CONTAINER,
         "image": image,
         "imagePullPolicy": given.cluster.images.pull_policy,
-        "command": ["python", "-m", "kestrl_learner.sft"],
+        "command": [*profile.entrypoint, "python", "-m", "kestrl_learner.sft"],
         "args": ["--settings", f"{SETTINGS}/sft.json", "--result", RESULT],
         "env": [*({"name": name, "value": value} for name, value in plain.items()), *profile.environment()],
-        "securityContext": CONTAINER_SECURITY,
+        "securityContext": container_security(profile),
         "volumeMounts": [
             {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
             {"name": "home", "mountPath": HOME},

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from kestrl._shared.plan.settings.common import Model
@@ -19,6 +19,9 @@ from kestrl.errors import UserInputError
 
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
 """Variables of containers without devices: a CUDA image could otherwise see every GPU of its node."""
+BUILD = "^(cpu|cuda|npu)(-[a-z0-9.]+)*$"
+Quantity = int | str
+HostPathType = Literal["Directory", "File", "Socket", "CharDevice", "BlockDevice"]
 
 
 class Toleration(Model):
@@ -30,39 +33,100 @@ class Toleration(Model):
     value: str | None = None
 
 
-class HostMount(Model):
+class _Part(Model):
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
+
+
+class HostMount(_Part):
     """A path of the node with the libraries of the devices. Pod Security "restricted" forbids it; docs/accelerators.md
     documents the exception.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
-
     path: str
     read_only: bool = True
+    type: HostPathType | None = None
+    """What must be there, such as File or Directory. Without it, a container runtime makes an empty directory of a path
+    that does not exist, and a driver that is elsewhere is missed in a running pod."""
 
 
-class Profile(Model):
+class PodSecurity(_Part):
+    """Who the processes of the pods are, where that differs from all other pods."""
+
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    supplemental_groups: tuple[int, ...] = ()
+    """Such as the group of the device files."""
+
+    def changes(self) -> dict[str, Any]:
+        """The changed fields of a pod's security context."""
+        made: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True, exclude={"supplemental_groups"})
+        if self.run_as_user == 0:
+            made["runAsNonRoot"] = False
+        return {**made, "supplementalGroups": list(self.supplemental_groups)} if self.supplemental_groups else made
+
+
+class AcrossNodes(_Part):
+    """What the pods of a learner of several pods have in addition: how their ranks reach each other."""
+
+    env: Mapping[str, str] = {}
+    """Such as the interface of NCCL."""
+    more_resources: Mapping[str, Quantity] = {}
+    """Such as one RDMA device of a device plugin."""
+    capabilities: tuple[str, ...] = ()
+    """Such as IPC_LOCK, for memory that RDMA pins."""
+    host_mounts: tuple[HostMount, ...] = ()
+
+
+class Profile(_Part):
     """One kind of device."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
     resource: str | None = None
     """The extended resource to request, such as nvidia.com/gpu or nvidia.com/mig-1g.10gb; None requests none."""
-    image: Literal["cpu", "cuda", "npu"]
-    """The build of engine and learner."""
+    image: Annotated[str, Field(pattern=BUILD)]
+    """The build of engine and learner: cpu, cuda or npu, or one of these for a chip, such as npu-a3."""
     env: Mapping[str, str] = {}
     env_from_annotation: Mapping[str, str] = {}
     """Variables whose value a device plugin writes into an annotation of the pod."""
+    more_resources: Mapping[str, Quantity] = {}
+    """Further extended resources of engine and learner."""
+    capabilities: tuple[str, ...] = ()
+    """Capabilities of engine and learner. Pod Security "baseline" forbids most."""
+    pod_security: PodSecurity = PodSecurity()
+    entrypoint: tuple[str, ...] = ()
+    """A program with arguments that prepares the environment, and then executes its last arguments: engine and learner
+    are started by it."""
     tolerations: tuple[Toleration, ...] = ()
     node_selector: Mapping[str, str] = {}
+    topology_keys: tuple[str, ...] = ()
+    """Labels of nodes by which the pods of a job with devices are brought near each other where they fit, the most
+    wanted first."""
     runtime_class: str | None = None
     scheduler: str | None = None
     labels: Mapping[str, str] = {}
     host_mounts: tuple[HostMount, ...] = ()
+    across_nodes: AcrossNodes = AcrossNodes()
+
+    @property
+    def device(self) -> str:
+        """Name of the devices in torch: cpu, cuda or npu."""
+        return self.image.partition("-")[0]
+
+    def of_several_pods(self) -> Profile:
+        """The profile of a learner whose ranks are in several pods."""
+        more = self.across_nodes
+        return self.model_copy(
+            update={
+                "env": {**self.env, **more.env},
+                "more_resources": {**self.more_resources, **more.more_resources},
+                "capabilities": (*self.capabilities, *more.capabilities),
+                "host_mounts": (*self.host_mounts, *more.host_mounts),
+            }
+        )
 
     def requests(self, count: int) -> dict[str, str]:
         """The resources that a container requests; limits and requests are the same for extended resources."""
-        return {} if self.resource is None else {self.resource: str(count)}
+        more = {name: str(amount) for name, amount in self.more_resources.items()}
+        return {} if self.resource is None else {self.resource: str(count), **more}
 
     def environment(self) -> list[dict[str, Any]]:
         """The environment variables of the container."""
@@ -76,23 +140,59 @@ class Profile(Model):
         return [*plain, *from_annotations]
 
 
-def _ascend(resource: str, **more: Any) -> Profile:
+CANN = "/usr/local/Ascend"
+"""Folder of driver and CANN, on nodes and in images."""
+CANN_ENVIRONMENT = (
+    f'load() {{ file=$1; shift; . "$file"; }}; for script in {CANN}/ascend-toolkit/set_env.sh '
+    f"{CANN}/cann*/set_env.sh {CANN}/cann*/share/info/ascendnpu-ir/bin/set_env.sh {CANN}/nnal/atb/set_env.sh; "
+    'do if [ -r "$script" ]; then load "$script"; fi; done; exec "$@"'
+)
+"""What the entry points of CANN's images do, which a pod's `command` replaces: libraries and compilers are found by
+these variables."""
+ASCEND_MOUNTS = (
+    HostMount(path=f"{CANN}/driver", type="Directory"),
+    HostMount(path="/usr/local/dcmi", type="Directory"),
+    HostMount(path="/usr/local/bin/npu-smi", type="File"),
+    HostMount(path="/etc/ascend_install.info", type="File"),
+)
+DEVICE_GROUP = 1000
+"""Group of the device files: HwHiAiUser of the driver's installation."""
+NODE = "kubernetes.io/hostname"
+FIRST_INTERFACE = "eth0"
+"""The interface of a pod's own address, as the kubelet has network plugins name it."""
+
+
+def _ascend(resource: str, *, image: str = "npu", **more: Any) -> Profile:
     """A profile for vllm-ascend 0.23 (vLLM 0.23). Its device plugin sets ASCEND_VISIBLE_DEVICES, unless Volcano
     schedules.
     """
     return Profile(
         resource=resource,
-        image="npu",
+        image=image,
         tolerations=(Toleration(key=resource),),
-        host_mounts=(HostMount(path="/usr/local/Ascend/driver"), HostMount(path="/etc/hccn.conf")),
+        topology_keys=(NODE,),
+        pod_security=PodSecurity(supplemental_groups=(DEVICE_GROUP,)),
+        entrypoint=("/bin/bash", "-c", CANN_ENVIRONMENT, "cann"),
+        host_mounts=ASCEND_MOUNTS,
+        across_nodes=AcrossNodes(
+            env={"HCCL_SOCKET_IFNAME": FIRST_INTERFACE}, host_mounts=(HostMount(path="/etc/hccn.conf", type="File"),)
+        ),
         **more,
     )
 
 
 BUILT_IN: Mapping[str, Profile] = {
     "cpu": Profile(image="cpu"),
-    "nvidia": Profile(resource="nvidia.com/gpu", image="cuda", tolerations=(Toleration(key="nvidia.com/gpu"),)),
+    "nvidia": Profile(
+        resource="nvidia.com/gpu",
+        image="cuda",
+        tolerations=(Toleration(key="nvidia.com/gpu"),),
+        topology_keys=(NODE,),
+        across_nodes=AcrossNodes(env={"NCCL_SOCKET_IFNAME": FIRST_INTERFACE}),
+    ),
     "ascend": _ascend("huawei.com/Ascend910"),
+    "ascend-a2": _ascend("huawei.com/Ascend910"),
+    "ascend-a3": _ascend("huawei.com/Ascend910", image="npu-a3"),
     "ascend-volcano": _ascend(
         "huawei.com/Ascend910",
         scheduler="volcano",
@@ -101,7 +201,8 @@ BUILT_IN: Mapping[str, Profile] = {
     ),
     "ascend-cce": _ascend("huawei.com/ascend-1980"),
 }
-"""The built-in profiles. `ascend` uses mind-cluster's names, and so does `ascend-volcano`, for clusters where Volcano
+"""The built-in profiles. `ascend-a2` and `ascend-a3` use mind-cluster's names, `ascend` is the former under its name on
+one machine, and so does `ascend-volcano`, for clusters where Volcano
 assigns the devices and writes them into an annotation; `ascend-cce` uses those of Huawei Cloud."""
 
 

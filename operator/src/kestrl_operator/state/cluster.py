@@ -283,7 +283,7 @@ def site_of(
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
         engine_python=job.spec.inference.python,
-        builds={name: Build(profile.image) for name, profile in profiles(cluster.accelerators).items()},
+        builds={name: Build(profile.device) for name, profile in profiles(cluster.accelerators).items()},
         templates=True,
         keep_alive=True,
         ranks_port=RANKS_PORT,

@@ -38,7 +38,28 @@ def test_npu_numbers_come_from_volcanos_annotation_or_the_device_plugin() -> Non
     assert variable["name"] == "ASCEND_VISIBLE_DEVICES"
     assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.annotations['huawei.com/Ascend910']"
     assert BUILT_IN["ascend-volcano"].scheduler == "volcano"
-    assert [mount.path for mount in BUILT_IN["ascend"].host_mounts] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
+
+
+def test_ranks_of_several_pods_get_what_reaches_other_nodes() -> None:
+    rdma = {
+        "env": {"NCCL_IB_HCA": "mlx5"},
+        "moreResources": {"rdma/hca_shared_devices_a": 1},
+        "capabilities": ["IPC_LOCK"],
+    }
+    alone = profiles({"nvidia": {"acrossNodes": rdma, "env": {"NCCL_DEBUG": "INFO"}}})["nvidia"]
+    assert (alone.requests(8), alone.capabilities) == ({"nvidia.com/gpu": "8"}, ())
+    several = alone.of_several_pods()
+    assert several.requests(8) == {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "1"}
+    assert several.capabilities == ("IPC_LOCK",)
+    assert several.environment() == [
+        {"name": "NCCL_DEBUG", "value": "INFO"},
+        {"name": "NCCL_IB_HCA", "value": "mlx5"},
+    ]
+
+
+def test_processes_of_a_profile_may_be_root() -> None:
+    root = profiles({"ascend": {"podSecurity": {"runAsUser": 0, "runAsGroup": 0}}})["ascend"]
+    assert root.pod_security.changes() == {"runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False}
 
 
 def test_values_change_a_profile_and_add_others() -> None:
@@ -60,6 +81,8 @@ def test_values_change_a_profile_and_add_others() -> None:
         ({"nvidia": {"runtimeclass": "x"}}, "accelerators.nvidia: runtimeclass: Extra inputs"),
         ({"mine": {"resource": "a/b"}}, "accelerators.mine: image: Field required"),
         ({"nvidia": 3}, "accelerators.nvidia: must be a map"),
+        ({"mine": {"image": "rocm"}}, "accelerators.mine: image: String should match pattern"),
+        ({"ascend": {"hostMounts": [{"path": "/d", "type": "Folder"}]}}, "hostMounts.0.type: Input should be"),
         ({"nvidia": {"tolerations": [{"effect": "x"}]}}, "accelerators.nvidia: tolerations.0.key: Field required"),
     ],
 )

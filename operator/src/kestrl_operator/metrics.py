@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
-from kestrl._shared.telemetry.metrics import observe
+from kestrl._shared.telemetry.metrics import measured, observe
 from kestrl._shared.telemetry.names import Metric
+from kestrl_operator import job_metrics
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.controllers.installations import Installations
@@ -37,7 +39,19 @@ def register(
     observe(Metric.WATCH_AGE, lambda: loop.time() - audit.ended)
     observe(Metric.OPERATOR_STALE_WATCH, lambda: len(audit.stale))
     observe(Metric.OPERATOR_JOBS, lambda: phases(stores[0]))
+    observe(Metric.JOB_INFO, lambda: job_metrics.info(stores[0]) if election.leading else {})
+    observe(Metric.JOB_CONDITION, lambda: job_metrics.conditions(stores[0]) if election.leading else {})
+    observe(Metric.JOB_DEVICES, lambda: job_metrics.devices(stores[0]) if election.leading else {})
     observe(Metric.OPERATOR_FOREIGN_JOBS, lambda: foreign(stores, installations))
+
+
+PASS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+"""Upper bounds of the buckets of a pass's duration, in seconds."""
+
+
+def pass_seconds() -> Callable[[float], None]:
+    """The function that records the duration of a pass."""
+    return measured(Metric.RECONCILE_SECONDS, PASS_BOUNDS)
 
 
 def phases(store: Store) -> dict[str, int]:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,7 @@ class Operator:
         self._sft = ClaimedJobs(self._installations, SFT_JOB, self._sft_store, sft)
         self._drift = Drift()
         self._passes: Counter[str] = Counter()
+        self._measure = metrics.pass_seconds()
         self._watch = watch.Watch(self._take, config.namespaces)
         self._election = LeaderElection(
             api,
@@ -190,6 +192,7 @@ class Operator:
     async def _work(self, queue: Queue[Key], reconciler: ClaimedJobs) -> None:
         while True:
             key = await queue.take()
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(PASS_SECONDS):
                     requeue_after = await reconciler.reconcile(key)
@@ -214,6 +217,7 @@ class Operator:
             else:
                 self._passes["ok"] += 1
                 queue.done(key, requeue_after)
+            self._measure(time.monotonic() - began)
 
     async def _report_failure(self, reconciler: ClaimedJobs, key: Key, why: str) -> None:
         """Reports a failed pass in the job's status; if that fails too, it is logged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from kestrl_operator.config import read_config
 from kestrl_operator.preflight import needed
 from kestrl_operator.render.network import OPERATOR
 from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.status import conditions
 
 from .conftest import CHART, PROMETHEUS, Helm, Rendered
 
@@ -468,6 +470,30 @@ def test_an_alert_says_what_it_means_and_values_are_in_it(helm: Helm) -> None:
     assert alerts["KestrlOperatorBlind"]["expr"].endswith("> 1000"), "it is reported within five audits"
 
 
+def test_alerts_on_states_of_jobs_are_behind_a_value(helm: Helm) -> None:
+    def states(**rule: Any) -> dict[str, Any]:
+        objects = helm.render({"monitoring": {"prometheusRule": rule}}, *PROMETHEUS)
+        groups = {group["name"]: group["rules"] for group in objects.one("PrometheusRule")["spec"]["groups"]}
+        return {alert["alert"]: alert for alert in groups.get("kestrl-job-states", ())}
+
+    assert states().keys() == {"KestrlJobFailed", "KestrlJobRejected", "KestrlJobPending"}
+    assert states(pendingAfter="4h")["KestrlJobPending"]["for"] == "4h"
+    assert states(jobStates=False) == {}
+    phases = re.findall(r'phase=~?"([^"]+)"', json.dumps(list(states().values())).replace('\\"', '"'))
+    named = {phase for words in phases for phase in words.split("|")}
+    known = set(re.findall(r'(?:return|else) "(\w+)"', inspect.getsource(conditions)))
+    assert named <= known
+
+
+def test_engines_own_metrics_are_scraped_on_demand(helm: Helm) -> None:
+    def ports(values: dict[str, Any] | None) -> list[str]:
+        spec = helm.render(values, *PROMETHEUS).one("PodMonitor")["spec"]
+        return [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]]
+
+    assert ports(None) == ["metrics"]
+    assert ports({"monitoring": {"podMonitor": {"engines": True}}}) == ["metrics", "http"]
+
+
 def test_monitors_are_made_where_the_cluster_has_their_api(helm: Helm) -> None:
     without, with_api = helm.render(), helm.render(None, *PROMETHEUS)
     assert {item["kind"] for item in without} & set(MONITORS) == set()
@@ -531,6 +557,7 @@ OTHERS: dict[str, Any] = {
     "operator.resources.limits": {"cpu": 1},
     "operator.priorityClassName": "high",
     "jobs.podDefaults.tolerations": [{"operator": "Exists"}],
+    "jobs.engineMetricsFrom": [{"podSelector": {}}],
     "jobs.podDefaults.env": [{"name": "A", "value": "b"}],
     "operator.tolerations": [{"operator": "Exists"}],
     "operator.affinity": {"nodeAffinity": {}},

@@ -142,7 +142,11 @@ def render(given: Given) -> list[Object]:
         objects += [
             _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
             for name, spec in network.policies(
-                given.name, given.job.spec, given.cluster.egress_ports, given.cluster.api_server
+                given.name,
+                given.job.spec,
+                given.cluster.egress_ports,
+                given.cluster.api_server,
+                given.cluster.engine_metrics_from,
             )
         ]
     for role in given.roles:

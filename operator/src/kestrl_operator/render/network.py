@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Network, ip_network
 from typing import Any
 
@@ -77,7 +77,13 @@ def service(job: str, role: Role, *, sticky: bool = False) -> Object:
     return spec
 
 
-def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiServer) -> Iterator[tuple[str, Object]]:
+def policies(
+    job: str,
+    spec: JobSpec,
+    far_ports: Sequence[int],
+    api_server: ApiServer,
+    engine_metrics_from: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[tuple[str, Object]]:
     """A policy that denies everything for all pods of the job, then what each role needs.
 
     Raises:
@@ -107,6 +113,7 @@ def policies(job: str, spec: JobSpec, far_ports: Sequence[int], api_server: ApiS
                     *_ingress(job, role, callers),
                     *_judge_ingress(job, role, spec),
                     *_agent_ingress(job, role, spec),
+                    *_metrics_ingress(role, engine_metrics_from),
                     *_ranks(job, role, spec, "from"),
                 ],
                 "egress": [
@@ -122,6 +129,12 @@ def _judge_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
     """To engines, from a judge that asks the job's own model."""
     if role is Role.INFERENCE and uses_own_engines(spec):
         yield {"from": [_pods(job, Role.JUDGE)], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+
+
+def _metrics_ingress(role: Role, clients: Sequence[Mapping[str, Any]]) -> Iterator[Object]:
+    """To engines, from those who read their own metrics."""
+    if role is Role.INFERENCE and clients:
+        yield {"from": [dict(client) for client in clients], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
 
 
 def _ranks(job: str, role: Role, spec: JobSpec, way: str) -> Iterator[Object]:

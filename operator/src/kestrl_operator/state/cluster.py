@@ -150,6 +150,8 @@ class Cluster(_Values):
     egress_ports: tuple[int, ...] = (80, 443, 4317, 5432, 8080, 9000)
     """Ports of object storage, model hubs, databases and collectors; a job's pods reach nothing else outside the
     job."""
+    engine_metrics_from: tuple[Mapping[str, Any], ...] = ()
+    """Peers of a NetworkPolicy that may read the engines' own metrics."""
     api_server: ApiServer = ApiServer()
     domain: str = "svc"
     """Domain appended to a Service's name and namespace."""

@@ -5,14 +5,14 @@ Without `set_up` nothing is read, and the SDK is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from kestrl._shared.telemetry.names import Instrument
 
-Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
 _meter = metrics.get_meter("kestrl")
 
 
@@ -30,6 +30,22 @@ def observe(instrument: Instrument, read: Callable[[], Values]) -> None:
 
     make = _meter.create_observable_counter if instrument.counts else _meter.create_observable_gauge
     make(instrument.name, callbacks=[look], unit=instrument.unit, description=instrument.description)
+
+
+def measured(instrument: Instrument, bounds: Sequence[float]) -> Callable[[float], None]:
+    """The function that records a value in a histogram.
+
+    Args:
+        instrument: The metric.
+        bounds: Upper bounds of its buckets.
+    """
+    histogram = _meter.create_histogram(
+        instrument.name,
+        unit=instrument.unit,
+        description=instrument.description,
+        explicit_bucket_boundaries_advisory=bounds,
+    )
+    return lambda value: histogram.record(value)
 
 
 def _observations(instrument: Instrument, values: Values) -> Iterable[Observation]:

@@ -126,6 +126,10 @@ class Instrument(NamedTuple):
         return name + unit + ("_total" if self.counts else "")
 
 
+OF_JOB = ("namespace", "kestrl_dev_job")
+"""Labels that name a job in metrics of the operator. Prometheus gives them to the series of a job's pods."""
+
+
 class Metric:
     """All metrics: those of every service, then by service."""
 
@@ -141,7 +145,13 @@ class Metric:
         "kestrl.operator.requests", "Requests to the API server, without watches", counts=True
     )
     OPERATOR_FOLLOWED = Instrument("kestrl.operator.followed", "Learners whose progress is streamed")
+    RECONCILE_SECONDS = Instrument("kestrl.operator.reconcile.duration", "Duration of a pass over a job", "s")
     OPERATOR_JOBS = Instrument("kestrl.operator.jobs", "Jobs", labels=("phase",))
+    JOB_INFO = Instrument("kestrl.job.info", "1 for each job", labels=(*OF_JOB, "phase", "reason"))
+    JOB_CONDITION = Instrument(
+        "kestrl.job.condition", "1 where a condition of a job is true, 0 where it is false", labels=(*OF_JOB, "type")
+    )
+    JOB_DEVICES = Instrument("kestrl.job.devices", "Devices that a job holds", labels=(*OF_JOB, "profile"))
     OPERATOR_FOREIGN_JOBS = Instrument(
         "kestrl.operator.foreign.jobs", "Jobs that another installation of the operator reconciles"
     )

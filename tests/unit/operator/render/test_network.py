@@ -227,3 +227,13 @@ def test_roles_called_pod_by_pod_have_headless_services(role: Role, headless: bo
     assert (made.get("clusterIP") == "None", made.get("publishNotReadyAddresses", False)) == (headless, early)
     ports = {item["name"]: item["port"] for item in made["ports"]}
     assert ports == {"grpc": GRPC, "metrics": METRICS, **({"http": HTTP} if role is Role.INFERENCE else {})}
+
+
+def test_engines_own_metrics_are_read_by_those_whom_the_administrator_names() -> None:
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    opened = {"from": [prometheus], "ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
+    values = {"engineMetricsFrom": [prometheus]}
+    for name, policy in of_kind(rendered(values=values), "NetworkPolicy").items():
+        assert (opened in policy["spec"].get("ingress", [])) == (name == "email-search-inference"), name
+    for policy in of_kind(rendered(), "NetworkPolicy").values():
+        assert opened not in policy["spec"].get("ingress", [])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
-from kestrl_operator.state.snapshot import NOTHING, Memory
+from kestrl_operator.state.snapshot import Memory
 from kestrl_operator.state.store import Child, Key
 
 
@@ -90,7 +90,8 @@ class JobState:
     shortage: Shortage | None = None
     numbers_due: float = 0.0
     """From when on a status is written of which only numbers have changed, by the loop's clock."""
-    memory: Memory = NOTHING
+    memory: Memory | None = None
+    """None before its first pass."""
     stream: LearnerStream | None = None
     """The progress stream of its learner, while there is one."""
 

@@ -13,6 +13,7 @@ from kestrl_operator.controllers.job_state import Fallback, JobState, Parsed
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
 from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
 from kestrl_operator.state.store import Key, Store
+from kestrl_operator.status.build import remembered
 from kestrl_operator.status.conditions import Type
 from kestrl_operator.status.waiting import PARTLY_SECONDS, is_partly_scheduled
 
@@ -56,7 +57,7 @@ class Observer:
             unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
             lost_nodes={pod.node: lost[pod.node] for pod in pods if pod.node in lost},
             yields=is_partly_scheduled(pods) and self._yields(key, now),
-            memory=state.memory,
+            memory=remembered(raw.get("status", {})) if state.memory is None else state.memory,
         )
 
     def _yields(self, key: Key, now: float) -> bool:

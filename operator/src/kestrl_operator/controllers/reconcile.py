@@ -159,7 +159,7 @@ class Reconciler:
     async def _carry_out(self, state: JobState, raw: Mapping[str, Any], planned: Planned) -> float | None:
         """Carries out a plan and writes the status; returns the seconds until the next pass."""
         snapshot, decision, due = planned
-        if decision.stage is Stage.PARKED and state.memory.rest != decision.memory.rest and snapshot.yields:
+        if decision.stage is Stage.PARKED and snapshot.memory.rest != decision.memory.rest and snapshot.yields:
             self._observer.yielded_at = snapshot.now
         state.memory = decision.memory
         if decision.delete:

@@ -30,6 +30,8 @@ UNSTARTABLE = frozenset(
 GATES = "schedulingGates"
 MANAGED_LABEL = "kueue.x-k8s.io/managed"
 """Label that Kueue puts on the pods that it admits."""
+LONGEST_LOG = 2048
+"""Characters of a log that are kept: the kubelet keeps as many bytes of it in a pod's status."""
 FIRST_SIGNAL = 128
 """Exit codes above this one are of processes that a signal ended."""
 CAUSE = re.compile(r"^(?:\([^)]*\) )?(?:error: |[\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$))")
@@ -112,6 +114,8 @@ def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
                 reason=last.get("reason", "Error"),
                 code=code,
                 message=message,
+                at=last.get("finishedAt") or "",
+                log=last.get("message", "")[-LONGEST_LOG:],
             )
 
 

@@ -41,6 +41,10 @@ class Ended:
     """Kubernetes' reason: Error, OOMKilled, ContainerCannotRun."""
     code: int
     message: str
+    at: str = field(default="", compare=False)
+    """When it ended, as Kubernetes writes it."""
+    log: str = field(default="", compare=False)
+    """The last lines of its log, as the kubelet has kept them."""
 
     def __str__(self) -> str:
         return f"{self.container} ended with {self.reason} ({self.code}){': ' if self.message else ''}{self.message}"
@@ -182,8 +186,8 @@ class Rest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """When something was first seen by this process. It is lost when another process becomes the leader, which costs a
-    longer wait at most.
+    """When something was first seen by this process. All but a rest is lost when another process becomes the leader,
+    which costs a longer wait at most.
     """
 
     draining: float | None = None

@@ -9,10 +9,12 @@ from typing import Any, cast
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.status import (
     Condition,
+    CrashStatus,
     EngineStatus,
     JobStatus,
     PolicyStatus,
     ProgressStatus,
+    RestStatus,
     ResultStatus,
     SandboxStatus,
     Shown,
@@ -20,7 +22,7 @@ from kestrl._shared.spec.status import (
 from kestrl.runstate.state import EngineReport, RunState
 from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.render.network import selector
-from kestrl_operator.state.snapshot import LearnerReport, Snapshot, number
+from kestrl_operator.state.snapshot import NOTHING, LearnerReport, Memory, Rest, Snapshot, number, seconds_of
 from kestrl_operator.status.conditions import (
     QUARANTINED,
     ConditionStatus,
@@ -32,6 +34,7 @@ from kestrl_operator.status.conditions import (
 )
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, running_since, waits_for_admission
 from kestrl_operator.status.observations import observed, verified_by_all
+from kestrl_operator.status.reason import reason as reason_of
 from kestrl_operator.status.summary import left_alone
 
 HISTORY = 10
@@ -78,6 +81,8 @@ def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
         finished_at=before.finished_at if has_ended(snapshot) else now if decision.ended else None,
         restarts=decision.attempts,
         installation=before.installation,
+        last_crash=_last_crash(snapshot) or before.last_crash,
+        rest=_rest(decision.memory.rest),
     )
     status = status.model_copy(update={"shown": _shown(status, conditions, live)})
     return status.model_dump(by_alias=True, exclude_none=True)
@@ -103,7 +108,7 @@ def with_failure(
     after = before.model_copy(
         update={
             "conditions": conditions,
-            "shown": before.shown.model_copy(update={"phase": phase(conditions)}),
+            "shown": before.shown.model_copy(update={"phase": phase(conditions), "reason": reason_of(conditions)}),
             # A quarantine is the operator's whole answer to this spec; after another failure, one follows.
             "observed_generation": generation if quarantined else before.observed_generation,
         }
@@ -137,6 +142,42 @@ def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
         if kept not in ({}, []):
             made[name] = kept
     return made
+
+
+def remembered(status: Mapping[str, Any]) -> Memory:
+    """What an earlier process has written into a status for the next one."""
+    rest = status.get("rest")
+    if rest is None:
+        return NOTHING
+    since, until = seconds_of(rest["since"]), seconds_of(rest["until"])
+    assert since is not None
+    assert until is not None
+    return Memory(
+        rest=Rest(generation=rest["generation"], since=since, until=until, times=rest["times"], why=rest["why"])
+    )
+
+
+def _last_crash(snapshot: Snapshot) -> CrashStatus | None:
+    """The newest failure of a container in the pods of the learner that are there; None if there is none."""
+    crashes = [
+        (item.at, pod.name, item)
+        for pod in snapshot.pods
+        for item in pod.ended
+        if pod.role in {Role.LEARNER, Role.RANKS} and item.at
+    ]
+    if not crashes:
+        return None
+    at, pod, item = max(crashes, key=lambda crash: crash[:2])
+    return CrashStatus(pod=pod, container=item.container, reason=item.reason, code=item.code, at=at, log=item.log)
+
+
+def _rest(rest: Rest | None) -> RestStatus | None:
+    if rest is None:
+        return None
+    why = shortened(rest.why, LONGEST_MESSAGE)
+    return RestStatus(
+        generation=rest.generation, since=written(rest.since), until=written(rest.until), times=rest.times, why=why
+    )
 
 
 def _started(snapshot: Snapshot, before: JobStatus, *, running: bool, now: str) -> str | None:
@@ -242,4 +283,5 @@ def _shown(status: JobStatus, conditions: list[Condition], live: LearnerReport |
         lag=max((engine.lag for engine in status.engines if engine.lag is not None), default=None),
         reward="" if progress.reward is None else f"{progress.reward:.2f}",
         idle="" if live is None else live.state.last_step.idle.shares(),
+        reason=reason_of(conditions),
     )

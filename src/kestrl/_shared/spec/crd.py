@@ -30,7 +30,10 @@ KEPT = (
 )  # fmt: skip
 """Keywords with the same meaning in both schema dialects."""
 AGE = ("Age", "date", ".metadata.creationTimestamp")
-COLUMNS = (*((name.capitalize(), kind, f".status.shown.{name}") for name, kind in shown_columns()), AGE)
+WIDE = frozenset({"Reason"})
+"""Columns of `kubectl get -o wide` alone."""
+_SHOWN = [(name.capitalize(), kind, f".status.shown.{name}") for name, kind in shown_columns()]
+COLUMNS = (*(each for each in _SHOWN if each[0] not in WIDE), AGE, *(each for each in _SHOWN if each[0] in WIDE))
 SFT_COLUMNS = (
     ("Phase", "string", ".status.shown.phase"),
     ("Result", "string", ".status.result.uri"),
@@ -97,7 +100,10 @@ def _definition(
                     "name": VERSION,
                     "served": True,
                     "storage": True,
-                    "additionalPrinterColumns": [{"name": a, "type": b, "jsonPath": c} for a, b, c in columns],
+                    "additionalPrinterColumns": [
+                        {"name": a, "type": b, "jsonPath": c, **({"priority": 1} if a in WIDE else {})}
+                        for a, b, c in columns
+                    ],
                     "subresources": dict(subresources),
                     "schema": {
                         "openAPIV3Schema": {

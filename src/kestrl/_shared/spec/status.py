@@ -112,11 +112,36 @@ class Shown(Model):
     reward: str = ""
     idle: str = ""
     """Shares of the last step in which the learner waited and engines had no request, such as 41%/55%."""
+    reason: str = ""
+    """Why it is not as it should be; empty while it is."""
 
 
 def shown_columns() -> list[tuple[str, str]]:
     """Name and JSON type of each column of `kubectl get`."""
     return [(name, "string" if field.annotation is str else "integer") for name, field in Shown.model_fields.items()]
+
+
+class CrashStatus(Model):
+    """The last failure of a container of the learner, which outlives its pod."""
+
+    pod: str
+    container: str
+    reason: str
+    code: int
+    at: Time
+    log: str = ""
+    """Its last lines."""
+
+
+class RestStatus(Model):
+    """A time without pods of a job that could not start."""
+
+    generation: int
+    since: Time
+    """When the first since it last trained began."""
+    until: Time
+    times: int
+    why: str
 
 
 class JobStatus(Model):
@@ -154,6 +179,9 @@ class JobStatus(Model):
     """Restarts of the job that count towards `backoffLimit`."""
     installation: str | None = None
     """Installation of the operator that reconciles this job: namespace and name of its Lease."""
+    last_crash: CrashStatus | None = None
+    rest: RestStatus | None = None
+    """The present or last time without pods, until the job trains."""
 
 
 class SFTShown(Model):

@@ -47,3 +47,23 @@ async def test_the_younger_of_two_jobs_that_wait_for_each_other_gives_its_pods_b
         controllers.run(pod)
     await stage.until(lambda: stage.condition("EnginesReady", elder)[0] == "True", "and gets what it waited for")
     assert stage.condition("Stalled", younger)[0] == "False"
+
+
+async def test_the_next_operator_lets_a_job_rest_as_long(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "BLOCKED_SECONDS", 1.0)
+    controllers = Controllers(stage.cluster, started=lambda made, pod: made.image_missing(pod, "no such image"))
+    running = await stage.operator()
+    stage.job()
+    await stage.until(lambda: stage.condition("Scheduled")[1] == "Parked", "it rests")
+    rest = stage.status()["rest"]
+    assert (rest["times"], rest["generation"]) == (1, 1)
+    assert "no such image" in rest["why"]
+    await stage.until(lambda: not stage.cluster.list("pods"), "its pods are gone")
+    await stage.settled()
+    await stage.stop(running)
+    await stage.operator("b")
+    await stage.settled()
+    assert stage.status()["rest"] == rest
+    assert stage.condition("Scheduled")[1] == "Parked"
+    assert stage.cluster.list("pods") == []
+    del controllers

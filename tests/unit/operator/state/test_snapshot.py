@@ -23,7 +23,7 @@ from tests.unit.operator.samples import (
 from kestrl._shared.plan.components import Role
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
-from kestrl_operator.state.parsing import node_of, pod_of, termination_message, workload_of
+from kestrl_operator.state.parsing import LONGEST_LOG, node_of, pod_of, termination_message, workload_of
 from kestrl_operator.state.snapshot import Ended, Pod, is_input, seconds_of
 
 MADE = "2026-03-01T10:00:00Z"
@@ -517,3 +517,13 @@ def test_times_are_seconds() -> None:
 def test_counts_are_read_from_the_learners_workload() -> None:
     seen = snapshot(workloads=workloads(attempts=3, restarts=1))
     assert (seen.attempts, seen.restarts) == (3, 1)
+
+
+def test_the_last_lines_of_a_crash_are_kept() -> None:
+    end = {"exitCode": 1, "reason": "Error", "finishedAt": MADE, "message": "x" * 3000 + "KeyError: 'x'"}
+    container = {"name": "engine", "ready": False, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    seen = pod_of(written({**container, "lastState": {"terminated": end}}))
+    assert seen is not None
+    assert seen.ended[0].at == MADE
+    assert seen.ended[0].log.endswith("xKeyError: 'x'")
+    assert len(seen.ended[0].log) == LONGEST_LOG

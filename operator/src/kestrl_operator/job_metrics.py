@@ -23,9 +23,9 @@ def info(store: Store) -> dict[tuple[str, ...], float]:
     rows: dict[tuple[str, ...], float] = {}
     for key, job in list(store.jobs.items()):
         status = job.get("status", {})
-        ready = next((item for item in status.get("conditions", ()) if item["type"] == "Ready"), {})
+        reasons = {item["type"]: item["reason"] for item in status.get("conditions", ())}
         phase = status.get("shown", {}).get("phase") or "New"
-        rows[key.namespace, key.name, phase, ready.get("reason", "")] = 1.0
+        rows[key.namespace, key.name, phase, reasons.get("Ready", "")] = 1.0
     return rows
 
 
@@ -60,5 +60,7 @@ def _held(store: Store, key: Key, job: Object) -> list[tuple[str, int]]:
 
 def _accelerator(job: Object, part: str) -> tuple[str, int]:
     """Profile and devices of a pod, as the manifest names them."""
-    named = ((job.get("spec") or {}).get(part) or {}).get("accelerator") or {}
+    spec: Object = job.get("spec") or {}
+    fields: Object = spec.get(part) or {}
+    named: Object = fields.get("accelerator") or {}
     return str(named.get("profile", "cpu")), int(named.get("count", 1))

@@ -138,12 +138,14 @@ class JobStates:
         if state is not None:
             state.stop_stream()
 
-    def follow(self, state: JobState, pod: str, address: str, token: str) -> None:
-        """Follows the learner in this pod, and stops following it in any other pod of the job."""
+    def follow(self, state: JobState, pod: str, address: str, token: Callable[[], str]) -> None:
+        """Follows the learner in this pod, and stops following it in any other pod of the job. The token is derived for
+        a new stream alone: most passes find theirs.
+        """
         stream = state.stream
         if stream is None or (stream.pod, stream.address) != (pod, address):
             state.stop_stream()
-            state.stream = LearnerStream(state.key, pod, address, token, self.changed)
+            state.stream = LearnerStream(state.key, pod, address, token(), self.changed)
 
     @property
     def followed(self) -> int:

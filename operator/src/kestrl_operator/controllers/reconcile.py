@@ -246,7 +246,10 @@ class Reconciler:
         if not pods:
             state.stop_stream()
             return
-        token = derive(self._key, snapshot.uid)[Secret.CONTROLLER_TO_LEARNER.value]
+
+        def token() -> str:
+            return derive(self._key, snapshot.uid)[Secret.CONTROLLER_TO_LEARNER.value]
+
         self._states.follow(state, pods[0].uid, f"{pods[0].address}:{GRPC_PORT}", token)
 
 

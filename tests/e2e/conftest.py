@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.fakes.s3 import S3Server, serving_s3
@@ -12,6 +14,7 @@ from tests.fakes.s3 import S3Server, serving_s3
 from .cluster.capabilities import Capability
 from .cluster.choice import Unavailable, connected
 from .cluster.client import Cluster
+from .cluster.commands import eventually
 from .cluster.devices import ASCEND, NVIDIA
 from .installation import CRDS, Installation, installed
 
@@ -107,8 +110,14 @@ def control_plane_with_crds(control_plane: Cluster) -> Cluster:
     """A cluster with the CRDs of the chart."""
     for crd in CRDS:
         control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(crd))
-        control_plane.kubectl("wait", "--for=condition=Established", "-f", str(crd))
+        eventually(f"{crd.name} is established", lambda crd=crd: _is_established(control_plane, crd), 60)
     return control_plane
+
+
+def _is_established(cluster: Cluster, crd: Path) -> bool:
+    """Whether a CRD is served. Its conditions are null at first, which ends `kubectl wait` and JSONPath."""
+    listed = json.loads(cluster.kubectl("get", "-f", str(crd), "--output=json"))["status"].get("conditions")
+    return any(item["type"] == "Established" and item["status"] == "True" for item in listed or ())
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from kestrl_operator.state.cluster import GRPC_PORT
 
 ENGINES = ("inference-0", "inference-1")
 STEP_SECONDS, PROOF_SECONDS = 30.0, 2.0
-"""Of a step, and of it the time in which engines load and prove the version of the step before."""
+"""Duration of a step, and of its part in which engines load and prove the version of the step before."""
 GROUPS = 8
 """Groups of a step."""
 STEPS = 1000
@@ -41,7 +41,7 @@ class FakeLearner:
     progress: Progress
 
     async def train(self) -> None:
-        """Trains for ever, from a random moment of a step on."""
+        """Trains without end, from a random moment of a step on."""
         progress = self.progress
         progress.emit(events.StepsPlanned(total=STEPS))
         progress.emit(events.PhaseEntered(phase=RunPhase.TRAINING, message="the first step"))

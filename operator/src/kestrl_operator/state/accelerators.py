@@ -50,7 +50,7 @@ class HostMount(_Part):
 
 
 class PodSecurity(_Part):
-    """Who the processes of the pods are, where that differs from all other pods."""
+    """User and groups of the pods' processes, where they differ from those of all other pods."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kestrl._shared.spec.status import Condition
-from kestrl_operator.status.conditions import QUARANTINED, ConditionStatus, Type, shortened
+from kestrl_operator.status.conditions import QUARANTINED, Type, shortened
 
 LONGEST_LINE = 160
 """Maximum characters of the line."""
@@ -23,16 +23,16 @@ def reason(conditions: Sequence[Condition]) -> str:
     """Reason and message of the first condition that is not as it should be; empty where none is."""
     by = {Type(condition.type): condition for condition in conditions}
     succeeded, suspended, ready = by.get(Type.SUCCEEDED), by.get(Type.SUSPENDED), by.get(Type.READY)
-    if succeeded is not None and succeeded.status == ConditionStatus.TRUE:
+    if succeeded is not None and succeeded.status == "True":
         return ""
-    if succeeded is not None and succeeded.status == ConditionStatus.FALSE and succeeded.reason != "Running":
+    if succeeded is not None and succeeded.status == "False" and succeeded.reason != "Running":
         return _line(succeeded)
     if ready is not None and ready.reason in {"OperatorFailed", QUARANTINED}:
         return _line(ready)
-    if suspended is not None and (suspended.status == ConditionStatus.TRUE or suspended.reason == "Draining"):
+    if suspended is not None and (suspended.status == "True" or suspended.reason == "Draining"):
         return ""
     for condition in (by[kind] for kind in ORDER if kind in by):
-        if condition.status == ConditionStatus.FALSE and condition.reason not in ABSENT:
+        if condition.status == "False" and condition.reason not in ABSENT:
             return _line(condition)
     return ""
 

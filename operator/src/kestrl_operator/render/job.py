@@ -10,6 +10,7 @@ from math import ceil
 from urllib.parse import urlparse
 
 from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
 from kestrl._shared.spec import AgentRLJob

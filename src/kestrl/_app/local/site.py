@@ -35,9 +35,6 @@ HIGHEST_PORT = 65535
 NAMELESS = Endpoint(bind="", host="", port=0)
 """Endpoint of a component that is only planned."""
 ENVIRONMENT_FIELD = "spec.environment.python.requirements"
-NAMELESS = Endpoint(bind="", host="", port=0)
-
-
 METRICS = "metrics"
 Listener = tuple[Role, int] | tuple[Role, int, str]
 

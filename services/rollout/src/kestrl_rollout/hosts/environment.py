@@ -48,6 +48,7 @@ class EnvironmentLoop:
                 row=row_of(conversation.scenario),
                 base_url=endpoint.base_url,
                 key=endpoint.api_key,
+                mcp_url=endpoint.mcp_url,
                 deadline=conversation.deadline,
                 config={},
             )

@@ -12,7 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from kestrl._shared.telemetry.names import Instrument
 
-Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float]
 _meter = metrics.get_meter("kestrl")
 
 

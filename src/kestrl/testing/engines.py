@@ -25,7 +25,6 @@ MEMBERS = (
     "open_routes",
     "data_routes",
     "command",
-    "serving",
     "generate",
     "read_generated",
     "score",

@@ -246,7 +246,7 @@ async def test_a_learner_that_waits_at_its_start_ends_at_sigterm(staged: Any, aw
             sys.executable, "-m", "kestrl_learner", "--settings", str(path), stderr=subprocess.DEVNULL
         )
         try:
-            async with watched(address, seconds=40) as watcher:
+            async with watched(address, seconds=120) as watcher:
                 await watcher.reported(lambda report: report.storage_wait)
                 process.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(10):

@@ -129,6 +129,7 @@ async def test_progress_reaches_the_status(stage: Stage) -> None:
             "converged": "2/2",
             "lag": 0,
             "reward": "0.51",
+            "idle": "",
             "reason": "",
         }
         assert stage.condition("PolicyConverged")[:2] == ("True", "AllProved")

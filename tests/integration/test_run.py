@@ -9,6 +9,7 @@ import os
 import shlex
 import sqlite3
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -148,14 +149,20 @@ def test_status_and_evaluation_and_export(finished: tuple[RunDir, str], tmp_path
     assert "answer_correct" in printed
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for temporary files whose path is short enough for the engine's sockets."""
+    with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_the_printed_command_serves_the_adapter_to_those_who_have_the_key(
-    finished: tuple[RunDir, str], tmp_path: Path
+    finished: tuple[RunDir, str], tmp_path: Path, scratch: Path
 ) -> None:
     run, printed = finished
     line = command_line(printed, "serve", run.id)
     name = summary_of(run)["policy"]["version"]
-    port, scratch = free_port(), tmp_path / "scratch"
-    scratch.mkdir()
+    port = free_port()
     environment = os.environ | {"KESTRL_SERVE_KEY": "a key of clients", "TMPDIR": str(scratch)}
     with subprocess.Popen(
         f"exec {line} --port {port}", shell=True, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
@@ -171,6 +178,7 @@ def test_the_printed_command_serves_the_adapter_to_those_who_have_the_key(
                 with pytest.raises(urllib.error.HTTPError) as refusal:
                     post(port, path, body, key)
                 assert refusal.value.code == status
+                refusal.value.close()
         finally:
             server.terminate()
             server.wait(60)

@@ -264,7 +264,7 @@ def test_an_agent_runs_in_pods_of_its_image(installation: Installation, network_
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.share
+@pytest.mark.long
 def test_an_environment_plays_in_a_container_of_its_image(installation: Installation) -> None:
     cluster = installation.cluster
     environment = {"adapter": {"use": "user_images:Letters"}, "image": cluster.image}

@@ -129,8 +129,8 @@ def reasoning_gym(
     environment = _environment("reasoningGym", gym, package or [])
     assert environment.reasoning_gym is not None
     python = interpreter_of(environment, field="--package")
-    wanted = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
-    rows = listed_rows(str(python), wanted, field=f"GENERATOR {generator}")
+    listing = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
+    rows = listed_rows(str(python), listing, field=f"GENERATOR {generator}")
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -155,8 +155,8 @@ def verifiers(
     settings = {"taskset": _settings(config)}
     environment = _environment("verifiers", {"taskset": taskset, "config": settings}, package or [])
     python = interpreter_of(environment, field="--package")
-    wanted = {"taskset": taskset, "settings": settings["taskset"], "size": size}
-    rows = listed_rows(str(python), wanted, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
+    listing = {"taskset": taskset, "settings": settings["taskset"], "size": size}
+    rows = listed_rows(str(python), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 

@@ -76,14 +76,14 @@ def validate(
     from kestrl._app.checks.manifests import check_manifest, read_manifest
 
     read = read_manifest(manifest, with_engine(set_, engine_python))
-    found = check_manifest(read, data=data, model=model)
+    findings = check_manifest(read, data=data, model=model)
     if print_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
-        raise typer.Exit(EXIT_INPUT if found.problems else 0)
-    for warning in found.warnings:
+        typer.echo(json.dumps(findings.as_json(), indent=2))
+        raise typer.Exit(EXIT_INPUT if findings.problems else 0)
+    for warning in findings.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
-    found.raise_problems()
-    console.print(f"{manifest}: {', '.join(filter(None, ['valid', found.summary]))}", soft_wrap=True, markup=False)
+    findings.raise_problems()
+    console.print(f"{manifest}: {', '.join(filter(None, ['valid', findings.summary]))}", soft_wrap=True, markup=False)
 
 
 def plan(

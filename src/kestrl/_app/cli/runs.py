@@ -37,7 +37,8 @@ def _advice(run: RunDir, state: LocalRunState) -> str:
     advice = "run the same command again to resume from the last checkpoint"
     return {
         LocalRunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
-        LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl export {run.id} {here} --out adapter",
+        LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl serve {run.id} {here}; "
+        f"kestrl export {run.id} {here} --out adapter",
         LocalRunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to "
         "resume",
         LocalRunState.STOPPED: advice,
@@ -62,7 +63,8 @@ def status(
     if record.state is not None:
         _print_state(record.state, alive=known.pid is not None)
     if summary is not None and (change := change_line(summary.before or {}, summary.after or {})):
-        console.print(safe_line(f"held-out questions, before -> after: {change}"), markup=False, highlight=False)
+        line = safe_line(f"held-out questions, before -> after: {change}")
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_components(record, alive=known.pid is not None)
     last = record.state or RunState()
     failures = (summary.failures if summary is not None else {}) or last.history.failures

@@ -94,9 +94,9 @@ def _print_use(url: str, names: Sequence[str], key: str | None, key_from: str) -
     if key is not None:
         console.print(f"key: {key}", **PLAIN)
     body = json.dumps({"model": names[-1], "messages": [{"role": "user", "content": "Hello"}]})
-    shown = key or f"${key_from}"
+    bearer = key or f"${key_from}"
     console.print(
-        f"try: curl {url}/chat/completions -H \"Authorization: Bearer {shown}\" -H 'Content-Type: application/json' "
+        f"try: curl {url}/chat/completions -H \"Authorization: Bearer {bearer}\" -H 'Content-Type: application/json' "
         f"-d '{body}'",
         **PLAIN,
     )

@@ -103,8 +103,8 @@ def _batch(place: EpisodePlace, name: EvaluationName, *, first: bool) -> Batch:
     for batch in stored:
         if batch.step == name.step:
             return batch
-    known = ", ".join(str(batch.step) for batch in stored)
-    raise UserInputError(f"{label} has no stored evaluation of step {name.step} (there are: {known})")
+    steps = ", ".join(str(batch.step) for batch in stored)
+    raise UserInputError(f"{label} has no stored evaluation of step {name.step} (there are: {steps})")
 
 
 def _run_label(place: EpisodePlace, name: EvaluationName) -> str:

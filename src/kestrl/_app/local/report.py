@@ -86,7 +86,8 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
     if gap.get("tokens"):
         console.print(
             f"log-prob difference between learner and engines on the same policy: mean {gap['mean']:.1e}, "
-            f"maximum {gap['max']:.1e} nats per token"
+            f"maximum {gap['max']:.1e} nats per token",
+            soft_wrap=True,
         )
     if summary.state is not None and (builds := builds_words(summary.state)):
         console.print(safe_line(f"engines, and what named their policies: {builds}"), markup=False)
@@ -104,7 +105,7 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
     if tools.episodes:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
         per_episode = f"tool calls: {tools.calls_per_episode:.2f} per episode"
-        console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False)
+        console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False, soft_wrap=True)
     for name, used in sorted(summary.sandboxes.items()):
         console.print(safe_line(f"sandbox of {name}: {used}"), markup=False)
     if summary.tool_warning is not None:

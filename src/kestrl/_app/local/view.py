@@ -188,8 +188,8 @@ class LiveView:
         # On separate lines: a long cell would narrow the other columns.
         warning_lines = [Text(safe_line(warning), style="yellow") for warning in warnings(state)]
         texts = [Text(safe_line(line)) for line in below]
-        shown = Group(Text(safe_line(head)), bar, facts, *texts, *warning_lines, _components(self._components))
-        return Panel(shown, title=Text(self._title), title_align="left")
+        content = Group(Text(safe_line(head)), bar, facts, *texts, *warning_lines, _components(self._components))
+        return Panel(content, title=Text(self._title), title_align="left")
 
 
 def _facts(state: RunState, elapsed: float) -> Table:

@@ -100,21 +100,21 @@ class IdleClock:
             observed: Seconds since the server started.
         """
         self._advance()
-        known = self._engines.get(engine)
-        if known is None or observed < known.observed:  # a server that has started anew is another one
+        engine_time = self._engines.get(engine)
+        if engine_time is None or observed < engine_time.observed:  # a server that has started anew is another one
             self._engines[engine] = _EngineTime(idle, observed, quiet=self._quiet - LATE_SECONDS)
             return
-        seconds = observed - known.observed
-        idle_seconds = min(max(0.0, idle - known.idle), seconds)
-        known.idle, known.observed = idle, observed
-        known.counted += idle_seconds
+        seconds = observed - engine_time.observed
+        idle_seconds = min(max(0.0, idle - engine_time.idle), seconds)
+        engine_time.idle, engine_time.observed = idle, observed
+        engine_time.counted += idle_seconds
         # The server's counts are up to `LATE_SECONDS` old and the time without episodes is not. The largest difference
         # of the totals so far is therefore what is certain: it is too small by twice that at most, over the whole run.
-        tools = max(known.tools, known.counted - (self._quiet - known.quiet))
+        tools = max(engine_time.tools, engine_time.counted - (self._quiet - engine_time.quiet))
         self._lap.engine_seconds += seconds
-        self._lap.tools += tools - known.tools
-        self._lap.without_episodes += idle_seconds - (tools - known.tools)
-        known.tools = tools
+        self._lap.tools += tools - engine_time.tools
+        self._lap.without_episodes += idle_seconds - (tools - engine_time.tools)
+        engine_time.tools = tools
 
     def forget(self, engine: str) -> None:
         """Discards the counts of an engine that does not answer: the time until its next look is not observed."""

@@ -123,7 +123,7 @@ class AgentCalls:
 
     def _claimed(self, name: str, arguments: Mapping[str, Json]) -> _Attempt:
         """The call of the model that a call by MCP is made for, or a new one of the agent's own."""
-        wanted = canonical_arguments(arguments)
+        canonical = canonical_arguments(arguments)
         open_calls = [
             attempt
             for attempt in self._attempts
@@ -131,7 +131,7 @@ class AgentCalls:
             and attempt.call.arguments is not None
             and not (attempt.by_mcp or attempt.shown)
             and _is_name(attempt.call.name, name)
-            and canonical_arguments(attempt.call.arguments) == wanted
+            and canonical_arguments(attempt.call.arguments) == canonical
         ]
         # The newest turn, and in it the first call; max() takes the first of equals.
         claimed = max(open_calls, key=lambda each: (each.call.name == name, each.call.turn), default=None)

@@ -170,7 +170,7 @@ class Dialogue:
             for call in sent
         ]
         extends = prompt.match.turn is not None and prompt.match.turn.row == turn.row
-        known = KnownTurn(
+        turn_record = KnownTurn(
             index=turn.index,
             row=turn.row,
             end=turn.end,
@@ -178,7 +178,7 @@ class Dialogue:
             call_ids=[call.id for call in sent],
             places=places,
         )
-        self._keep(prompt, known, calls, [content, content + sampled.stop])
+        self._keep(prompt, turn_record, calls, [content, content + sampled.stop])
         decode = self._chat_model.vocabulary.decode
         return ChatReply(
             content=content,

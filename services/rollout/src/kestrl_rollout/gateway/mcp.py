@@ -55,8 +55,8 @@ def read(body: bytes, tools: Sequence[ToolSchema]) -> Answer | ToolRequest:
     given = cast("dict[str, Any]", params)
     match method:
         case "initialize":
-            wanted = given.get("protocolVersion")
-            return Answer(200, _result(number, _initialized(wanted if wanted in VERSIONS else VERSIONS[-1])))
+            version = given.get("protocolVersion")
+            return Answer(200, _result(number, _initialized(version if version in VERSIONS else VERSIONS[-1])))
         case "ping":
             return Answer(200, _result(number, {}))
         case "tools/list":

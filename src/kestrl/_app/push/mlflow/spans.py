@@ -140,8 +140,8 @@ class _Trace:
             return
         parts = {"reward": episode.reward, "rewards": dict(episode.rewards), "weights": dict(episode.reward_weights)}
         scored = {**parts, "turn_rewards": list(episode.turn_rewards), "scoring": dict(episode.scoring)}
-        asked = {"answer": episode.answer, "ground_truth": stored.group.scenario.ground_truth}
-        attributes = {INPUTS: _json(asked), OUTPUTS: _json(scored)}
+        inputs = {"answer": episode.answer, "ground_truth": stored.group.scenario.ground_truth}
+        attributes = {INPUTS: _json(inputs), OUTPUTS: _json(scored)}
         yield self._span("score", "EVALUATOR", self._end, self._end, attributes)
 
 

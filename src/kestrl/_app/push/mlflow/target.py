@@ -59,10 +59,10 @@ class MLflow(Target):
 
     def _find_experiment(self, name: str) -> str:
         try:
-            found = self._connection.get("experiments/get-by-name", experiment_name=name)
+            answer = self._connection.get("experiments/get-by-name", experiment_name=name)
         except NotFound:
             return str(self._connection.post("experiments/create", name=name)["experiment_id"])
-        experiment = cast("Mapping[str, Any]", found["experiment"])
+        experiment = cast("Mapping[str, Any]", answer["experiment"])
         if experiment.get("lifecycle_stage") == "deleted":
             raise TargetRefused(
                 f"the experiment {name!r} of {self._connection.uri} is deleted; restore it, or name one"
@@ -71,8 +71,8 @@ class MLflow(Target):
 
     def _find_run(self, identity: str) -> Mapping[str, Any] | None:
         condition = f"tags.`{IDENTITY}` = '{identity}'"
-        asked = {"experiment_ids": [self._experiment_id], "filter": condition, "max_results": 1}
-        answer = self._connection.post("runs/search", **asked)
+        query = {"experiment_ids": [self._experiment_id], "filter": condition, "max_results": 1}
+        answer = self._connection.post("runs/search", **query)
         return next((run["info"] for run in answer.get("runs", ())), None)
 
     def _create_run(self, run: PushedRun, identity: str) -> Mapping[str, Any]:

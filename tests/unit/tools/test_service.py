@@ -290,12 +290,12 @@ async def test_a_session_that_ends_while_tools_are_created_closes_them(serve: An
         await asyncio.to_thread(samples.events.started.wait)
         try:
             await (client.close("mine") if end == "close" else client.stop())
+            with pytest.raises(FailureError, match="the session was closed") as caught:
+                await call
+            assert samples.events.closed == ["ann"]
         finally:
             samples.events.release.set()
-        with pytest.raises(FailureError, match="the session was closed") as caught:
-            await call
         assert (caught.value.code, caught.value.retryable) == ("unknown_session", True)
-        assert samples.events.closed == ["ann"]
         if end == "close":  # and there is room again
             await client.open("slowly")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from kestrl.errors import UserInputError
 from kestrl_sandbox import backends
 from kestrl_sandbox.backends import available, open_sandbox
 from kestrl_sandbox.backends.bwrap import bwrap_program
+from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.commands import app
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
@@ -140,3 +142,17 @@ def test_a_cgroup_never_takes_the_service_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="number 0"):
         SlotCgroup(tmp_path, tmp_path, 2).add(0)
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_cgroup_of_a_leader_that_was_killed_at_its_start_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    zygote = await Zygote.start(PoolConfig(max_sandboxes=1))
+    try:
+        if zygote._cgroups is None:
+            pytest.skip("no cgroup can be made here")
+        parent = zygote._cgroups.memory
+        monkeypatch.setattr(SlotCgroup, "add", Mock(side_effect=ProcessLookupError(3, "No such process")))
+        with pytest.raises(SandboxFailure, match="No such process"):
+            await zygote.new_slot()
+    finally:
+        await zygote.close()
+    assert not parent.exists()

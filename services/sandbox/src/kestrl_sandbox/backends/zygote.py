@@ -183,8 +183,10 @@ class Zygote:
             return None
         memory = self._config.memory_mb + self._config.disk_mb
         cgroup = self._cgroups.slot(number, memory_mb=memory, processes=self._config.processes)
+        self._slots[number] = (
+            cgroup  # before its process is moved, which may have been killed: it is removed all the same
+        )
         cgroup.add(pid)
-        self._slots[number] = cgroup
         return cgroup
 
     def kill_slot(self, slot: Slot) -> None:

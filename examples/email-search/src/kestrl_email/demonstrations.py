@@ -72,18 +72,18 @@ class Demonstrator:
             {"role": "user", "content": task.question},
         ]
         keywords = self._keywords(task)
-        found = search(keywords)
-        self._exchange(messages, "search_emails", {"keywords": keywords}, found.text)
+        search_result = search(keywords)
+        self._exchange(messages, "search_emails", {"keywords": keywords}, search_result.text)
         if self._chance(self._habits.give_up):
             return self._answer(messages, DONT_KNOW, [])
-        chosen = self._choose(task, json.loads(found.text))
-        self._exchange(messages, "read_email", {"message_id": chosen}, read(chosen).text)
-        if chosen != task.message_id and self._chance(self._habits.second_look):
-            chosen = task.message_id
-            self._exchange(messages, "read_email", {"message_id": chosen}, read(chosen).text)
+        mail = self._choose(task, json.loads(search_result.text))
+        self._exchange(messages, "read_email", {"message_id": mail}, read(mail).text)
+        if mail != task.message_id and self._chance(self._habits.second_look):
+            mail = task.message_id
+            self._exchange(messages, "read_email", {"message_id": mail}, read(mail).text)
         search.close()
         read.close()
-        return self._answer(messages, self._fact(task, chosen), self._sources(chosen))
+        return self._answer(messages, self._fact(task, mail), self._sources(mail))
 
     def _keywords(self, task: Task) -> list[str]:
         if self._chance(self._habits.both_keywords):

@@ -132,18 +132,18 @@ class Facts:
 
 def facts_of(attempt: Attempt, calls: Sequence[ToolCall], ground_truth: Mapping[str, Any]) -> Facts:
     """The facts of tool calls, in order."""
-    done = [call for call in calls if call.outcome is CallOutcome.OK]
-    evidence = Evidence.of(ground_truth).named(_copies(done))
+    successes = [call for call in calls if call.outcome is CallOutcome.OK]
+    evidence = Evidence.of(ground_truth).named(_copies(successes))
     reads = [call for call in calls if call.name == "read_email"]
-    final = next((call for call in reversed(done) if "answer" in call.data), None)
+    final = next((call for call in reversed(successes) if "answer" in call.data), None)
     text = "" if final is None else str(final.data["answer"])
     answer = normalised(text)
     sources: list[str] = [] if final is None else list(dict.fromkeys(final.data["sources"]))
     unknown = final is not None and answer == normalised(DONT_KNOW)
     accepted = [str(each) for each in (ground_truth["answer"], *ground_truth.get("aliases", ()))]
     return Facts(
-        found=evidence.within([message_id for call in done for message_id in call.data.get("found", ())]),
-        read=evidence.within([str(call.data.get("read")) for call in done]),
+        found=evidence.within([message_id for call in successes for message_id in call.data.get("found", ())]),
+        read=evidence.within([str(call.data.get("read")) for call in successes]),
         tried_to_read=bool(reads),
         read_invalid=any(call.outcome is CallOutcome.TOOL_ERROR for call in reads),
         answered=final is not None,

@@ -62,10 +62,10 @@ def make_tokenizer(texts: Iterator[str], vocabulary: int) -> Tokenizer:
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Id of an existing token."""
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    number = tokenizer.token_to_id(token)
+    if number is None:
         raise KeyError(token)
-    return found
+    return number
 
 
 def call_text(call: dict[str, Any]) -> str:

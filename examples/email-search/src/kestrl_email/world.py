@@ -145,9 +145,9 @@ def _facts(rng: random.Random) -> dict[str, str]:
 def make_task(split: Split, number: int, seed: int) -> Task:
     """Task `number` of a split: a pure function of its arguments."""
     rng = random.Random(f"{seed}/{split.name}/{number}")  # noqa: S311 - a seeded world, not a secret
-    taken: set[str] = set()
-    people = [draw_word(rng, split, taken).capitalize() for _ in range(2)]
-    topics = [draw_word(rng, split, taken) for _ in range(3)]
+    used_words: set[str] = set()
+    people = [draw_word(rng, split, used_words).capitalize() for _ in range(2)]
+    topics = [draw_word(rng, split, used_words) for _ in range(3)]
     person, topic = people[0], topics[0]
     others = [(person, topics[1]), (people[1], topic)]
     others += rng.sample([(person, topics[2]), (people[1], topics[1])], rng.randint(0, 2))

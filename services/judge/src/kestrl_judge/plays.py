@@ -49,11 +49,11 @@ def _row(played: dict[str, Any], row: DataRow, rules: Sequence[Weighted], max_tu
     """Rewards of the plays of a row by their kind. Where no environment played it, the ground truth is an answer."""
     plays: dict[str, list[dict[str, Any]]] = played["plays"]
     rewards = {name: [_reward(play, row, rules, max_turns) for play in several] for name, several in plays.items()}
-    wanted = row.scenario.ground_truth
-    if played["answers"] and isinstance(wanted, str | int | float) and not isinstance(wanted, bool):
+    ground_truth = row.scenario.ground_truth
+    if played["answers"] and isinstance(ground_truth, str | int | float) and not isinstance(ground_truth, bool):
         base = next((play for several in plays.values() for play in several if "failure" not in play), None)
         if base is not None:
-            forms = [{**base, "turns": [form.format(wanted)]} for form in FORMS]
+            forms = [{**base, "turns": [form.format(ground_truth)]} for form in FORMS]
             rewards[SOLUTION] = _best([[_reward(play, row, rules, max_turns) for _ in range(2)] for play in forms])
     return rewards
 

@@ -62,13 +62,13 @@ async def _rejudge(settings: Rejudge, groups: list[Group]) -> dict[str, Any]:
     ruler = RulerScorer(settings.ruler.model_copy(update={"gate": component}), salt=secrets.token_hex(8))
     await ruler.open()
     try:
-        found = await asyncio.gather(
+        verdicts = await asyncio.gather(
             *(judge([*rules, ruler], _scorable(group), max_turns=settings.max_turns) for group in groups)
         )
     finally:
         await ruler.close()
     return {
-        "groups": [_facts(group, judged) for group, judged in zip(groups, found, strict=True)],
+        "groups": [_facts(group, judged) for group, judged in zip(groups, verdicts, strict=True)],
         "cost": sum(ruler.counts.cost.values()),
         "calls": sum(ruler.counts.calls.values()),
         "tokens": sum(ruler.counts.tokens.values()),

@@ -118,17 +118,17 @@ class RuleScorer:
             if self._closed:  # since this waited for a place
                 _settle(job, JudgeStopped(self.name).failure())
             try:
-                found = await job.verdict
+                verdict = await job.verdict
             finally:
                 job.verdict.cancel()  # no effect on a finished one; a waiting one is skipped
-            if not isinstance(found, Claim):
-                return found
+            if not isinstance(verdict, Claim):
+                return verdict
             assert self._correctness is not None, "a function without a judge gets no verdicts to ask for"
-            answer = await self._correctness.verdict(found, calls)
+            answer = await self._correctness.verdict(verdict, calls)
             if isinstance(answer, Failure):
                 return answer
             judged.append(answer)
-            request.verdicts[found.digest()] = answer.correct
+            request.verdicts[verdict.digest()] = answer.correct
         message = f"{self.name}: asked about more than {MOST_CLAIMS} answers of one episode"
         return JudgeFailure(message, code="too_many_claims").failure()
 

@@ -155,8 +155,8 @@ async def _score(scorer: Scorer, group: Group, scored: Mapping[str, ScoredGroup]
     let_in = replace(group, episodes=[episode for episode in group.episodes if episode.id not in kept_out])
     if not let_in.episodes:
         return ScoredGroup(kept_out)
-    found = await scorer.score(let_in, max_turns=max_turns)
-    return replace(found, verdicts={**kept_out, **found.verdicts})
+    scores = await scorer.score(let_in, max_turns=max_turns)
+    return replace(scores, verdicts={**kept_out, **scores.verdicts})
 
 
 def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, ScoredGroup]) -> Judgement:

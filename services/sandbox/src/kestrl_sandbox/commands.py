@@ -51,18 +51,21 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
     from kestrl_sandbox.checks.verdicts import Report, examine
     from kestrl_sandbox.config import PoolConfig
 
-    chosen = [item for item in CHECKS if not area or item.area == area]
-    if not chosen and area not in {"sessions", "tenancy"}:
+    checks = [item for item in CHECKS if not area or item.area == area]
+    if not checks and area not in {"sessions", "tenancy"}:
         raise UserInputError(f"--area: there is no area {area!r}; there are {AREAS}")
     console = Console()
     opened = await open_sandbox(PoolConfig(max_sandboxes=4, memory_mb=256, disk_mb=16, inodes=512), backend=backend)
     try:
-        found = opened.capabilities
-        console.print(f"back-end {found.backend}: isolates by {found.isolation}, ready in {found.start_seconds:.2f} s")
-        for name, text in found.mechanisms.items():
+        capabilities = opened.capabilities
+        console.print(
+            f"back-end {capabilities.backend}: isolates by {capabilities.isolation}, ready in "
+            f"{capabilities.start_seconds:.2f} s"
+        )
+        for name, text in capabilities.mechanisms.items():
             console.print(f"  {name}: {text}", markup=False, highlight=False)
         report = Report()
-        async for verdict in examine(opened, chosen):
+        async for verdict in examine(opened, checks):
             report.verdicts.append(verdict)
         if area in {"", "processes"}:
             report.verdicts.append(await orphans(opened))
@@ -85,8 +88,8 @@ def _print(console: Console, report: object, *, verbose: bool) -> None:
     table = Table("area", "held", "of", "seconds", box=None)
     for area in dict.fromkeys(verdict.check.area for verdict in report.verdicts):
         those = [verdict for verdict in report.verdicts if verdict.check.area == area]
-        held = sum(verdict.held for verdict in those)
-        table.add_row(area, str(held), str(len(those)), f"{sum(verdict.seconds for verdict in those):.1f}")
+        passed = sum(verdict.held for verdict in those)
+        table.add_row(area, str(passed), str(len(those)), f"{sum(verdict.seconds for verdict in those):.1f}")
     console.print(table)
     for verdict in report.verdicts:
         if verbose or not verdict.held:

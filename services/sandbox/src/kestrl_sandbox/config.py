@@ -77,9 +77,9 @@ class PoolConfig:
 
 def prefixes() -> list[str]:
     """Folders of this interpreter and of its packages, shortest first, without what lies below another."""
-    found = {sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    kept: list[str] = []
-    for path in sorted(map(os.path.realpath, found), key=len):
-        if not any(path == other or path.startswith(other + "/") for other in [*kept, "/usr"]):
-            kept.append(path)
-    return kept
+    folders = {sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    outermost: list[str] = []
+    for path in sorted(map(os.path.realpath, folders), key=len):
+        if not any(path == other or path.startswith(other + "/") for other in [*outermost, "/usr"]):
+            outermost.append(path)
+    return outermost

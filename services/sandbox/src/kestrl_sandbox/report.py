@@ -18,10 +18,13 @@ async def report(least: Isolation) -> dict[str, str]:
         opened = await open_sandbox(PoolConfig(max_sandboxes=1), least=least)
     except UserInputError as error:
         return {"problem": str(error)}
-    found = opened.capabilities
+    capabilities = opened.capabilities
     await opened.close()
-    memory, landlock = found.mechanisms.get("memory", "-"), found.mechanisms.get("landlock", "-")
-    return {"status": f"{found.backend}, isolates by {found.isolation}; memory: {memory}; Landlock: {landlock}"}
+    memory, landlock = capabilities.mechanisms.get("memory", "-"), capabilities.mechanisms.get("landlock", "-")
+    return {
+        "status": f"{capabilities.backend}, isolates by {capabilities.isolation}; memory: {memory}; "
+        f"Landlock: {landlock}"
+    }
 
 
 if __name__ == "__main__":

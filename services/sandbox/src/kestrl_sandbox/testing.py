@@ -42,10 +42,12 @@ async def check_sandbox(make: Callable[[], Awaitable[Sandbox]]) -> None:
 
 
 async def _check_outcomes(sandbox: Sandbox) -> None:
-    ended = await sandbox.run(Run(code="import sys\nprint(input())\nprint('e', file=sys.stderr)", stdin=b"line\n"))
-    assert (ended.outcome, ended.exit_code) == (Outcome.OK, 0), "a program that ends is ok, with exit status 0"
-    assert (ended.stdout, ended.stderr) == (b"line\n", b"e\n"), "input is passed, and both outputs are returned apart"
-    assert not ended.message, "nothing is said about a program that is ok"
+    outcome = await sandbox.run(Run(code="import sys\nprint(input())\nprint('e', file=sys.stderr)", stdin=b"line\n"))
+    assert (outcome.outcome, outcome.exit_code) == (Outcome.OK, 0), "a program that ends is ok, with exit status 0"
+    assert (outcome.stdout, outcome.stderr) == (b"line\n", b"e\n"), (
+        "input is passed, and both outputs are returned apart"
+    )
+    assert not outcome.message, "nothing is said about a program that is ok"
     failed = await sandbox.run(Run(code="print('x')\nraise SystemExit(7)"))
     assert (failed.outcome, failed.exit_code, failed.stdout) == (Outcome.NONZERO_EXIT, 7, b"x\n"), (
         "another exit status is returned with the output"
@@ -70,18 +72,18 @@ async def _check_limits(sandbox: Sandbox) -> None:
 async def _check_files(sandbox: Sandbox) -> None:
     data = bytes(range(256))
     code = "data = open('in.bin', 'rb').read()\nopen('out.bin', 'wb').write(data[::-1])"
-    ended = await sandbox.run(Run(code=code, files={"in.bin": data}, fetch=["out.bin", "none.txt"]))
-    assert ended.outcome is Outcome.OK, f"files are written before the start: {ended.stderr!r}"
-    assert ended.files == {"out.bin": data[::-1]}, "files are read back byte by byte"
-    assert set(ended.missing) == {"none.txt"}, "a file that is not there is named, and no error"
-    ended = await sandbox.run(Run(code="import os; print(os.path.exists('/work/out.bin'))"))
-    assert ended.stdout == b"False\n", "the next run finds nothing of the one before"
+    outcome = await sandbox.run(Run(code=code, files={"in.bin": data}, fetch=["out.bin", "none.txt"]))
+    assert outcome.outcome is Outcome.OK, f"files are written before the start: {outcome.stderr!r}"
+    assert outcome.files == {"out.bin": data[::-1]}, "files are read back byte by byte"
+    assert set(outcome.missing) == {"none.txt"}, "a file that is not there is named, and no error"
+    outcome = await sandbox.run(Run(code="import os; print(os.path.exists('/work/out.bin'))"))
+    assert outcome.stdout == b"False\n", "the next run finds nothing of the one before"
 
 
 async def _check_runs_at_once(sandbox: Sandbox) -> None:
     runs = [Run(code=f"print({number})") for number in range(AT_ONCE)]
-    ended = await asyncio.gather(*(sandbox.run(run) for run in runs))
-    assert [each.stdout for each in ended] == [b"%d\n" % number for number in range(AT_ONCE)], (
+    outcomes = await asyncio.gather(*(sandbox.run(run) for run in runs))
+    assert [each.stdout for each in outcomes] == [b"%d\n" % number for number in range(AT_ONCE)], (
         "each of several runs at once gets its own output"
     )
 
@@ -92,23 +94,23 @@ async def _check_cancellation(sandbox: Sandbox) -> None:
         await asyncio.sleep(0)  # it has begun
         run.cancel()
         await asyncio.wait([run])
-    ended = await sandbox.run(Run(code="print('next')"))
-    assert ended.stdout == b"next\n", "runs whose callers are gone hold no place"
+    outcome = await sandbox.run(Run(code="print('next')"))
+    assert outcome.stdout == b"next\n", "runs whose callers are gone hold no place"
 
 
 async def _check_sessions(sandbox: Sandbox) -> None:
     first, second = await sandbox.session(), await sandbox.session()
     try:
         await first.run(Run(code="x = 41\nopen('kept.txt', 'w').write('kept')"))
-        ended = await first.run(Run(code="print(x + 1, open('kept.txt').read())"))
-        assert ended.stdout == b"42 kept\n", "a session keeps variables and files"
-        ended = await first.run(Run(code="1 / 0"))
-        assert ended.error is not None, "an exception of a cell is returned"
-        assert ended.error["type"] == "ZeroDivisionError", "with its type"
-        ended = await first.run(Run(code="print(x)"))
-        assert ended.stdout == b"41\n", "an exception does not end a session"
-        ended = await second.run(Run(code="import os\nprint('x' in globals(), os.path.exists('kept.txt'))"))
-        assert ended.stdout == b"False False\n", "sessions share nothing"
+        outcome = await first.run(Run(code="print(x + 1, open('kept.txt').read())"))
+        assert outcome.stdout == b"42 kept\n", "a session keeps variables and files"
+        outcome = await first.run(Run(code="1 / 0"))
+        assert outcome.error is not None, "an exception of a cell is returned"
+        assert outcome.error["type"] == "ZeroDivisionError", "with its type"
+        outcome = await first.run(Run(code="print(x)"))
+        assert outcome.stdout == b"41\n", "an exception does not end a session"
+        outcome = await second.run(Run(code="import os\nprint('x' in globals(), os.path.exists('kept.txt'))"))
+        assert outcome.stdout == b"False False\n", "sessions share nothing"
     finally:
         for session in (first, second):
             await session.close()

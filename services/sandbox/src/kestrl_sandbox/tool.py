@@ -144,8 +144,8 @@ class _Interpreter:
             settings.check_same(_Shared.settings)
         pool = _Shared.pool or await cls._open(settings)
         _Shared.tools += 1
-        found = pool.capabilities
-        return SandboxInUse(backend=found.backend, isolation=found.isolation.value)
+        capabilities = pool.capabilities
+        return SandboxInUse(backend=capabilities.backend, isolation=capabilities.isolation.value)
 
     @staticmethod
     async def _open(settings: _PoolSettings) -> SandboxPool:
@@ -155,9 +155,14 @@ class _Interpreter:
         else:
             pool = await _claimed(config, settings.warm_pool, settings.isolation)
         _Shared.pool, _Shared.settings = pool, settings
-        found = pool.capabilities
-        log.info("code runs in %s, isolated by %s: %s", found.backend, found.isolation, dict(found.mechanisms))
-        observe(Metric.SANDBOX_BACKEND, lambda: {(found.backend, found.isolation.value): 1.0})
+        capabilities = pool.capabilities
+        log.info(
+            "code runs in %s, isolated by %s: %s",
+            capabilities.backend,
+            capabilities.isolation,
+            dict(capabilities.mechanisms),
+        )
+        observe(Metric.SANDBOX_BACKEND, lambda: {(capabilities.backend, capabilities.isolation.value): 1.0})
         observe(Metric.SANDBOX_RUNNING, lambda: pool.running)
         observe(Metric.SANDBOX_WAITING, lambda: pool.waiting)
         observe(Metric.SANDBOX_RUNS, lambda: _Shared.outcomes)
@@ -246,12 +251,12 @@ async def _claimed(config: PoolConfig, warm_pool: WarmPool, least: Isolation) ->
         SandboxFailure: No sandbox could be claimed.
     """
     pool = await SandboxPool.start(partial(ClaimedSandboxes.start, pool=warm_pool), config)
-    found = pool.capabilities
-    if STRENGTH[found.isolation] < STRENGTH[least]:
+    capabilities = pool.capabilities
+    if STRENGTH[capabilities.isolation] < STRENGTH[least]:
         await pool.close()
         raise UserInputError(
-            f"isolation: at least {least} is asked for, and a {found.backend} isolates by {found.isolation}; choose "
-            "another pool, or another back-end in its template"
+            f"isolation: at least {least} is asked for, and a {capabilities.backend} isolates by "
+            f"{capabilities.isolation}; choose another pool, or another back-end in its template"
         )
     return pool
 

@@ -147,12 +147,12 @@ def build_database(
     Raises:
         UserInputError: A source or the database cannot be used.
     """
-    chosen = [(path, kind or kind_of(path)) for path in sources]
+    kinds = [(path, kind or kind_of(path)) for path in sources]
     writer = MailWriter(out, filters)
     result = BuildResult()
     keep = False
     try:
-        for path, format_ in chosen:
+        for path, format_ in kinds:
             _read(path, format_, writer, result.added, console, owner=owner, workers=workers)
         if result.added[Outcome.MAIL] or result.added[Outcome.DUPLICATE]:
             writer.optimise()

@@ -154,18 +154,18 @@ def mail_files(number: int, seed: int, people: int) -> Iterator[File]:
     sender, *others = (person(n) for n in rng.sample(range(people), min(people, rng.choice((2, 2, 2, 3, 5)))))
     topic, place = rng.choice(TOPICS), rng.choice(PLACES)
     code = f"{rng.choice(SYLLABLES)}{rng.choice(SYLLABLES)}{number}"
-    sent = BEGIN + timedelta(minutes=rng.randrange(MINUTES))
+    date = BEGIN + timedelta(minutes=rng.randrange(MINUTES))
     words, weights = vocabulary()
     count = min(2000, int(rng.lognormvariate(5.2, 0.9)))
     filler = rng.choices(words, cum_weights=weights, k=count)
     text = "\n".join(" ".join(filler[start : start + 12]) for start in range(0, count, 12))
     fact = (
         f"The {topic} {code} in {place} costs {rng.randint(10, 990) * 10} "
-        f"dollars; ask {others[0].first} by {sent:%d %B}."
+        f"dollars; ask {others[0].first} by {date:%d %B}."
     )
     headers = {
         "Message-ID": f"<{rng.getrandbits(40)}.{number}.JavaMail.evans@thyme>",
-        "Date": format_datetime(sent.astimezone()),
+        "Date": format_datetime(date.astimezone()),
         "From": sender.address,
         "To": ", ".join(other.address for other in others),
         "Subject": f"{rng.choice(('', 'Re: ', 'FW: '))}{topic} {code}",

@@ -125,13 +125,13 @@ def check_integrity(connection: sqlite3.Connection) -> None:
     """
     try:
         connection.execute("INSERT INTO emails_fts (emails_fts, rank) VALUES ('integrity-check', 1)")
-        found = connection.execute("PRAGMA quick_check").fetchone()[0]
+        verdict = connection.execute("PRAGMA quick_check").fetchone()[0]
     except sqlite3.DatabaseError as error:
         raise UserInputError(
             f"the full-text index differs from the mails: {error}; build the database again"
         ) from error
-    if found != "ok":
-        raise UserInputError(f"the database is damaged: {found}")
+    if verdict != "ok":
+        raise UserInputError(f"the database is damaged: {verdict}")
 
 
 class MailWriter:
@@ -186,12 +186,14 @@ class MailWriter:
         execute("BEGIN")
 
     def _check_filters(self) -> None:
-        kept = json.loads(self._connection.execute("SELECT value FROM settings WHERE name = 'filters'").fetchone()[0])
-        if kept != asdict(self._filters):
+        stored_filters = json.loads(
+            self._connection.execute("SELECT value FROM settings WHERE name = 'filters'").fetchone()[0]
+        )
+        if stored_filters != asdict(self._filters):
             differing = [
-                f"--{field.name.replace('_', '-')} was {kept.get(field.name)}"
+                f"--{field.name.replace('_', '-')} was {stored_filters.get(field.name)}"
                 for field in fields(Filters)
-                if kept.get(field.name) != getattr(self._filters, field.name)
+                if stored_filters.get(field.name) != getattr(self._filters, field.name)
             ]
             raise UserInputError(
                 f"--out: {self._path} was built with other filters ({', '.join(differing)}); "
@@ -207,10 +209,10 @@ class MailWriter:
         name = str(path.resolve())
         row = self._connection.execute("SELECT id, kind, size, head FROM sources WHERE path = ?", (name,)).fetchone()
         if row is None:
-            made = self._connection.execute(
+            cursor = self._connection.execute(
                 "INSERT INTO sources (path, kind, size, head) VALUES (?, ?, ?, ?)", (name, kind, size, _digest(head))
             )
-            return int(made.lastrowid or 0)
+            return int(cursor.lastrowid or 0)
         before = int(row[2] or 0)
         if row[1] != kind or row[3] != _digest(head[:before]) or (size or 0) < before:
             raise UserInputError(
@@ -258,8 +260,8 @@ class MailWriter:
 
     def _insert(self, place: str, mail: ParsedMail, digest: bytes, owner: str) -> tuple[int, str]:
         message_id = mail.message_id
-        taken = "SELECT 1 FROM emails WHERE message_id = ?"
-        if not message_id or self._connection.execute(taken, (message_id,)).fetchone():
+        query = "SELECT 1 FROM emails WHERE message_id = ?"
+        if not message_id or self._connection.execute(query, (message_id,)).fetchone():
             message_id = f"<{digest.hex()}@generated.invalid>"
         owners = self._owners(mail, owner)
         sender = f"{mail.from_name} {mail.from_address}".strip()
@@ -300,20 +302,22 @@ class MailWriter:
     def _merge(self, email_id: int, mail: ParsedMail, owner: str) -> None:
         """Adds the recipients and inboxes of a copy; unchanged rows are not written."""
         owners = self._owners(mail, owner)
-        kept = str(self._connection.execute("SELECT owners FROM emails WHERE id = ?", (email_id,)).fetchone()[0])
-        merged = " ".join(dict.fromkeys([*kept.split(), *map(inbox_token, owners)]))
+        stored_owners = str(
+            self._connection.execute("SELECT owners FROM emails WHERE id = ?", (email_id,)).fetchone()[0]
+        )
+        merged = " ".join(dict.fromkeys([*stored_owners.split(), *map(inbox_token, owners)]))
         self._link(email_id, mail, owners)
-        if merged != kept:
+        if merged != stored_owners:
             self._connection.execute("UPDATE emails SET owners = ? WHERE id = ?", (merged, email_id))
 
     def _address(self, address: str) -> int:
-        known = self._ids.get(address)
-        if known is not None:
-            return known
+        address_id = self._ids.get(address)
+        if address_id is not None:
+            return address_id
         row: Any = self._connection.execute("SELECT id FROM addresses WHERE address = ?", (address,)).fetchone()
         if row is None:
-            made = self._connection.execute("INSERT INTO addresses (address) VALUES (?)", (address,))
-            row = (made.lastrowid or 0,)
+            cursor = self._connection.execute("INSERT INTO addresses (address) VALUES (?)", (address,))
+            row = (cursor.lastrowid or 0,)
         if len(self._ids) >= REMEMBERED:
             self._ids.clear()
         self._ids[address] = int(row[0])

@@ -216,7 +216,7 @@ def header_text(value: str) -> str:
 
 def _addresses(values: Iterable[str]) -> list[tuple[str, str]]:
     """Name and lower-case address of every mailbox in address headers; entries without an @ are left out."""
-    found: list[tuple[str, str]] = []
+    name_and_address: list[tuple[str, str]] = []
     for value in values:
         bare = _FOLD.sub(" ", value).strip()
         if not bare:
@@ -231,8 +231,8 @@ def _addresses(values: Iterable[str]) -> list[tuple[str, str]]:
         for name, address in pairs:
             clean = storable(address).strip(" '\"<>").lower()
             if "@" in clean:
-                found.append((storable(name).strip(" '\""), clean))
-    return found
+                name_and_address.append((storable(name).strip(" '\""), clean))
+    return name_and_address
 
 
 def _recipients(by_kind: Mapping[str, list[tuple[str, str]]]) -> tuple[tuple[str, str], ...]:
@@ -241,9 +241,9 @@ def _recipients(by_kind: Mapping[str, list[tuple[str, str]]]) -> tuple[tuple[str
 
 def _message_id(value: str) -> str:
     clean = storable(_FOLD.sub("", value)).strip()
-    found = _MESSAGE_ID.search(clean)
-    if found:
-        return found[0]
+    match = _MESSAGE_ID.search(clean)
+    if match:
+        return match[0]
     return f"<{clean}>" if clean and " " not in clean else ""
 
 

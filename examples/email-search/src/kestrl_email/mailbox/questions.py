@@ -115,10 +115,10 @@ def people(connection: sqlite3.Connection, limit: int) -> list[str]:
         "SELECT address FROM inboxes JOIN addresses ON addresses.id = address_id WHERE EXISTS (SELECT 1 FROM emails "
         "WHERE from_address = address) GROUP BY address_id HAVING count(*) >= ? ORDER BY count(*) DESC, address LIMIT ?"
     )
-    found = [str(row[0]) for row in connection.execute(query, (FEWEST_MAILS, limit))]
-    if not found:
+    names = [str(row[0]) for row in connection.execute(query, (FEWEST_MAILS, limit))]
+    if not names:
         raise UserInputError(f"no inbox of the database has {FEWEST_MAILS} mails and a sender to ask about")
-    return found
+    return names
 
 
 def split_inboxes(inboxes: list[str], share: float) -> tuple[list[str], list[str]]:
@@ -135,8 +135,8 @@ def mails_of(connection: sqlite3.Connection, inbox: str, *, limit: int, shortest
         "email_id WHERE address_id = ? AND inboxes.date <> '' AND length(body) "
         "BETWEEN ? AND ? ORDER BY inboxes.date DESC, email_id DESC LIMIT ?"
     )
-    found = connection.execute(query, (inbox_id(connection, inbox), shortest, longest, limit))
-    return [Mail(**dict(row)) for row in found][::-1]
+    rows = connection.execute(query, (inbox_id(connection, inbox), shortest, longest, limit))
+    return [Mail(**dict(row)) for row in rows][::-1]
 
 
 def asked_on(mails: Iterable[str], rng: random.Random) -> str:
@@ -238,24 +238,24 @@ def imported(connection: sqlite3.Connection, path: Path) -> Iterator[Question | 
             inbox = str(fields["inbox_address"]).lower()
             ids = [str(message_id) for message_id in fields["message_ids"]]
             known = [_canonical(connection, inbox, message_id) for message_id in ids]
-            found = tuple(dict.fromkeys(message_id for message_id in known if message_id))
+            sources = tuple(dict.fromkeys(message_id for message_id in known if message_id))
             question = Question(
                 inbox=inbox,
                 question=str(fields["question"]),
                 answer=str(fields["answer"]),
-                message_ids=found,
+                message_ids=sources,
                 query_date=date.fromisoformat(str(fields["query_date"])[:10]).isoformat(),
                 details={"id": fields.get("id"), "how_realistic": fields.get("how_realistic")},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserInputError(f"{path}:{number}: not a question in ART-E's format: {error!r}") from error
-        yield question if found and None not in known else None
+        yield question if sources and None not in known else None
 
 
 def _canonical(connection: sqlite3.Connection, inbox: str, message_id: str) -> str | None:
     number = inbox_id(connection, inbox)
-    found = None if number is None else canonical_id(connection, number, message_id)
-    return None if found is None else found[1]
+    canonical = None if number is None else canonical_id(connection, number, message_id)
+    return None if canonical is None else canonical[1]
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:

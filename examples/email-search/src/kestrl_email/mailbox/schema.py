@@ -79,11 +79,11 @@ END;
 
 def statements() -> list[str]:
     """The statements of the schema one by one: `executescript` would end the transaction."""
-    found: list[str] = []
+    triggers: list[str] = []
     current = ""
     for line in SCHEMA.splitlines(keepends=True):
         current += line
         if sqlite3.complete_statement(current):
-            found.append(current)
+            triggers.append(current)
             current = ""
-    return found
+    return triggers

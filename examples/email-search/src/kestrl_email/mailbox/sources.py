@@ -132,10 +132,10 @@ def maildir(folder: Path, known: Known) -> Iterator[Record]:
 
 def _of_file(file: Path, place: str, position: int) -> Record:
     try:
-        found = file.lstat()  # a link may lead out of the folder, to a mail that is not to be searched
-        if not stat.S_ISREG(found.st_mode):
+        status = file.lstat()  # a link may lead out of the folder, to a mail that is not to be searched
+        if not stat.S_ISREG(status.st_mode):
             return Record(place, None, position, "not a regular file")
-        if found.st_size > MAX_BYTES:
+        if status.st_size > MAX_BYTES:
             return Record(place, None, position, TOO_LARGE)
         return Record(place, file.read_bytes(), position)
     except OSError as error:

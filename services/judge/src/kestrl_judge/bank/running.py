@@ -138,7 +138,7 @@ def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> di
     checks: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         checks.setdefault(outcome.case.check, []).append(outcome)
-    entries = [_entry(name, found) for name, found in checks.items()]
+    entries = [_entry(name, claim_outcomes) for name, claim_outcomes in checks.items()]
     return _report(ruler, entries, agreement(checks.get("agreement", [])), counts)
 
 

@@ -132,8 +132,8 @@ class Asker:
     async def _shared(self, client: JudgeClient, prompt: Prompt, record: list[dict[str, Any]]) -> Graded:
         """The answer to a prompt: a known one, that of a running request, or a new one."""
         options = self._options(client, prompt)
-        sent = json.dumps([list(prompt.messages), options], sort_keys=True)
-        key = digest(client.judge.model, *client.judge.base_urls, sent)
+        question = json.dumps([list(prompt.messages), options], sort_keys=True)
+        key = digest(client.judge.model, *client.judge.base_urls, question)
         entry: dict[str, Any] = {
             "model": client.judge.model,
             "seed": prompt.seed,
@@ -143,11 +143,11 @@ class Asker:
             "messages": [dict(message) for message in prompt.messages],
         }
         record.append(entry)
-        known = self._journal.get(key)
-        if known is not None:
+        grade = self._journal.get(key)
+        if grade is not None:
             self.counts.calls[client.judge.model, "cached"] += 1
-            entry |= {"cached": True, "content": known.content}
-            return known
+            entry |= {"cached": True, "content": grade.content}
+            return grade
         if self._closed:
             raise JudgeStopped(client.judge.model)
         task = self._running.get(key)
@@ -260,10 +260,10 @@ class Asker:
         if judge.temperature is not None:
             options["temperature"] = judge.temperature
         if ruler.structured_output == "json_schema":
-            wanted = prompt.form.schema(strict_tokens=ruler.max_reply_tokens if judge.strict_schema else None)
+            schema = prompt.form.schema(strict_tokens=ruler.max_reply_tokens if judge.strict_schema else None)
             options["response_format"] = {
                 "type": "json_schema",
-                "json_schema": {"name": "scores", "strict": True, "schema": wanted},
+                "json_schema": {"name": "scores", "strict": True, "schema": schema},
             }
         elif ruler.structured_output == "json_object":
             options["response_format"] = {"type": "json_object"}

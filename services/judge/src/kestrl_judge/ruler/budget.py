@@ -58,11 +58,11 @@ class Budget:
         Raises:
             NoScores: It could exceed a bound.
         """
-        ruler, held = self._ruler, self._reserved
+        ruler, reserved = self._ruler, self._reserved
         for name, limit, used in (
-            ("calls", ruler.budget_calls, self.spent.calls + held.calls + usage.calls),
-            ("tokens", ruler.budget_tokens, self.spent.tokens + held.tokens + usage.tokens),
-            ("cost", ruler.budget_cost, self.spent.cost + held.cost + usage.cost),
+            ("calls", ruler.budget_calls, self.spent.calls + reserved.calls + usage.calls),
+            ("tokens", ruler.budget_tokens, self.spent.tokens + reserved.tokens + usage.tokens),
+            ("cost", ruler.budget_cost, self.spent.cost + reserved.cost + usage.cost),
         ):
             if limit is not None and used > limit:
                 raise NoScores(
@@ -70,7 +70,7 @@ class Budget:
                     f"the run's budget of {limit:g} {name} does not allow another request; raise "
                     f"{ruler.field}.budget.{name} in a new job",
                 )
-        held.add(usage)
+        reserved.add(usage)
 
     def release(self, usage: Usage) -> None:
         """Returns what a request reserved."""

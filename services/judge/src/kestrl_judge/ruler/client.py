@@ -182,13 +182,13 @@ class JudgeClient:
                 cause = error.__cause__ or error
                 # Other failures of a connection may come after the request, which then may be answered and billed.
                 sent = Sent.NO if type(cause).__name__ in NOT_CONNECTED else Sent.PERHAPS
-                why = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
-                raise _Retried(Reason.UNAVAILABLE, why, sent=sent) from error
+                reason = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
+                raise _Retried(Reason.UNAVAILABLE, reason, sent=sent) from error
             except openai.APIStatusError as error:
                 raise self._of_status(error) from error
             except (openai.APIError, AnswerTooLong, ValueError) as error:  # an answer that is not a completion
-                why = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
-                raise _Retried(Reason.UNAVAILABLE, why) from error
+                reason = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
+                raise _Retried(Reason.UNAVAILABLE, reason) from error
             reply = replace(
                 reply,
                 content=self._redactor.text(reply.content),

@@ -59,10 +59,10 @@ class Journal:
 
     def get(self, key: str) -> Graded | None:
         """A known answer."""
-        found = self._grades.get(key)
-        if found is not None:
+        grade = self._grades.get(key)
+        if grade is not None:
             self._grades.move_to_end(key)
-        return found
+        return grade
 
     def spend(self, usage: Usage) -> None:
         """Records an answered request, whether or not its answer is valid."""

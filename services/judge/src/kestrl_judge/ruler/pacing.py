@@ -42,8 +42,8 @@ class Pacer:
 
     async def _paused(self) -> None:
         loop = asyncio.get_running_loop()
-        while (left := self._resume_at - loop.time()) > 0:  # noqa: ASYNC110 - the time may move while it is awaited
-            await asyncio.sleep(left)
+        while (remaining := self._resume_at - loop.time()) > 0:  # noqa: ASYNC110 - the time may move meanwhile
+            await asyncio.sleep(remaining)
 
     def answered(self) -> None:
         self.limit = min(float(self._most), self.limit + 1 / max(1.0, self.limit))

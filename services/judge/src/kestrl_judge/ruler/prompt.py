@@ -91,21 +91,23 @@ def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation:
     ids = [f"t-{digest(key, str(index))[:10]}" for index in range(count)]
     order = list(range(count))
     random.Random(seed).shuffle(order)  # noqa: S311 - an order; ids are what must not be guessed
-    shown = [ids[index] for index in order]
+    order_of_ids = [ids[index] for index in order]
     blocks = [
         f'<trajectory id="{ids[index]}">\n{encode(fitting.comparison.trajectories[index].content())}\n</trajectory>'
         for index in order
     ]
-    user = "\n\n".join([*_surroundings(fitting.comparison), "Trajectories:", *blocks, _closing(shown, fitting.parts)])
+    user = "\n\n".join(
+        [*_surroundings(fitting.comparison), "Trajectories:", *blocks, _closing(order_of_ids, fitting.parts)]
+    )
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return Prompt(
         messages=messages,
-        ids=shown,
+        ids=order_of_ids,
         episodes={ids[index]: comparison.trajectories[index].episode_ids for index in range(count)},
         seed=seed,
         shortened=fitting.parts,
         tokens=sum(estimated_tokens(message["content"]) for message in messages) + RESERVE,
-        form=ScoresForm(shown),
+        form=ScoresForm(order_of_ids),
     )
 
 

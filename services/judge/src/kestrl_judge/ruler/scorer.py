@@ -74,9 +74,9 @@ class RulerScorer:
 
     def _skipped(self, group: Group) -> ScoredGroup:
         self.counts.skipped += 1
-        why = "alone" if len(group.episodes) == 1 else "all episodes are equal"
+        reason = "alone" if len(group.episodes) == 1 else "all episodes are equal"
         score = Score(value=NEUTRAL, metrics={"ruler_skipped": 1.0})
-        return ScoredGroup({episode.id: score for episode in group.episodes}, details={"skipped": why})
+        return ScoredGroup({episode.id: score for episode in group.episodes}, details={"skipped": reason})
 
     async def _opinions(self, comparison: Comparison, calls: list[dict[str, Any]]) -> list[Opinion]:
         """The opinions on every order, as far as there are any.

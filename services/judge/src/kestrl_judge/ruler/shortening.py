@@ -69,31 +69,31 @@ def shorten(comparison: Comparison, tokens: int) -> Shortened:
 
 def fair_share(sizes: Sequence[int], tokens: int) -> int:
     """Largest limit such that the sizes, each cut to the limit, fit the tokens."""
-    left = tokens
+    remaining = tokens
     ordered = sorted(sizes)
     for position, size in enumerate(ordered):
-        share = left // (len(ordered) - position)
+        share = remaining // (len(ordered) - position)
         if size > share:
             return max(0, share)
-        left -= size
+        remaining -= size
     return ordered[-1] if ordered else 0
 
 
 def tail(messages: Sequence[Message], tokens: int) -> list[Message]:
     """The last messages that fit; of the first of them, the end of its text."""
-    kept: list[Message] = []
+    newest_messages: list[Message] = []
     room = tokens - _size([_notice(len(messages))])
     for message in reversed(messages):
         size = _size(message) + 1
         if size > room:
             cut = _cut(message, room)
             if cut is not None:
-                kept.insert(0, cut)
+                newest_messages.insert(0, cut)
             break
-        kept.insert(0, message)
+        newest_messages.insert(0, message)
         room -= size
-    removed = len(messages) - len(kept)
-    return [_notice(removed), *kept] if removed else kept
+    removed = len(messages) - len(newest_messages)
+    return [_notice(removed), *newest_messages] if removed else newest_messages
 
 
 def _cut(message: Message, tokens: int) -> Message | None:

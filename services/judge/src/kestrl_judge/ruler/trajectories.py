@@ -53,15 +53,17 @@ class Comparison:
 
 def compare(group: Group, *, show_reasoning: bool) -> Comparison:
     """The comparison of the episodes of a group."""
-    seen = [[visible(message, show_reasoning=show_reasoning) for message in each.messages] for each in group.episodes]
-    shared = _common(seen)
+    trajectories = [
+        [visible(message, show_reasoning=show_reasoning) for message in each.messages] for each in group.episodes
+    ]
+    shared = _common(trajectories)
     by_content: dict[str, list[tuple[Episode, list[Message]]]] = {}
-    for episode, messages in zip(group.episodes, seen, strict=True):
+    for episode, messages in zip(group.episodes, trajectories, strict=True):
         rest: list[Message] = list(messages[shared:])
         content = encode({"messages": rest, "facts": facts(episode)})
         by_content.setdefault(content, []).append((episode, rest))
     return Comparison(
-        context=seen[0][:shared],
+        context=trajectories[0][:shared],
         tools=group.tools,
         trajectories=[
             Trajectory(
@@ -82,15 +84,15 @@ def facts(episode: Episode) -> dict[str, Json]:
 
 def visible(message: Message, *, show_reasoning: bool) -> dict[str, Any]:
     """A message as a judge sees it."""
-    shown = dict(message)
-    if show_reasoning or shown.get("role") != "assistant":
-        return shown
+    visible_message = dict(message)
+    if show_reasoning or visible_message.get("role") != "assistant":
+        return visible_message
     for field in REASONING_FIELDS:
-        if shown.get(field):
-            shown[field] = HIDDEN.format(count=len(str(shown[field])))
-    if isinstance(shown.get("content"), str):
-        shown["content"] = without_reasoning(shown["content"])
-    return shown
+        if visible_message.get(field):
+            visible_message[field] = HIDDEN.format(count=len(str(visible_message[field])))
+    if isinstance(visible_message.get("content"), str):
+        visible_message["content"] = without_reasoning(visible_message["content"])
+    return visible_message
 
 
 def without_reasoning(text: str) -> str:

@@ -58,13 +58,13 @@ async def open_sandbox(
 
 async def available(config: PoolConfig | None = None) -> dict[str, Capabilities | str]:
     """What each back-end isolates here, or why it does not work."""
-    found: dict[str, Capabilities | str] = {}
+    answers: dict[str, Capabilities | str] = {}
     for name, (start, _) in BACKENDS.items():
         try:
             backend = await start(config or PoolConfig(max_sandboxes=1))
         except SandboxFailure as error:
-            found[name] = str(error)
+            answers[name] = str(error)
             continue
-        found[name] = backend.capabilities
+        answers[name] = backend.capabilities
         await backend.close()
-    return found
+    return answers

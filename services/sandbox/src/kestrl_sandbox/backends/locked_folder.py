@@ -44,8 +44,8 @@ def _remove_abandoned(prefix: str) -> None:
 def _remove_if_abandoned(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or time.time() - found.st_ctime < YOUNG_SECONDS:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or time.time() - status.st_ctime < YOUNG_SECONDS:
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)

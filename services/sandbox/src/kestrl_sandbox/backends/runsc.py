@@ -48,14 +48,14 @@ def runsc_program() -> str:
     Raises:
         SandboxFailure: There is none.
     """
-    found = shutil.which("runsc")
-    if found is None:
+    program = shutil.which("runsc")
+    if program is None:
         raise SandboxFailure(
             "there is no runsc; install gVisor, such as Debian's package runsc",
             code="sandbox_unavailable",
             retryable=False,
         )
-    return found
+    return program
 
 
 class Runsc(SlotPrograms):
@@ -145,20 +145,20 @@ def version_of(program: str) -> str:
         SandboxFailure: It cannot be run.
     """
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30)  # noqa: S603
+        process = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=30)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxFailure(f"{program} --version: {error}", code="sandbox_unavailable", retryable=False) from error
-    return done.stdout.partition("\n")[0].removeprefix("runsc version ").strip()
+    return process.stdout.partition("\n")[0].removeprefix("runsc version ").strip()
 
 
 def family(pid: int) -> list[int]:
     """A process and all that descend from it, as far as they have not ended."""
-    found = [pid]
-    for parent in found:
+    members = [pid]
+    for parent in members:
         for file in Path(f"/proc/{parent}/task").glob("*/children"):
             with suppress(OSError):
-                found += map(int, file.read_text().split())
-    return found
+                members += map(int, file.read_text().split())
+    return members
 
 
 def make_bundle(folder: Path, config: PoolConfig, *, watch_memory: bool) -> None:

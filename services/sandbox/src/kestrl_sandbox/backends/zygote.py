@@ -125,19 +125,19 @@ class Zygote:
     def _notified(self) -> None:
         """Takes what the zygote says of ended leaders; the end of the socket is its own."""
         try:
-            said = self._control.recv(4096)
+            data = self._control.recv(4096)
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        self._said += said
+            data = b""
+        self._said += data
         whole = len(self._said) // LEADER_ENDED.size * LEADER_ENDED.size
         records, self._said = self._said[:whole], self._said[whole:]
         for number, status in LEADER_ENDED.iter_unpack(records):
             leader = self._leaders.get(number)
             if leader is not None and not leader.done():
                 leader.set_result(status)
-        if not said:
+        if not data:
             self._gone = True
             self._forget()
 
@@ -150,8 +150,8 @@ class Zygote:
 
     async def _from_outside(self, leader: asyncio.Future[int | None]) -> bool:
         """Whether somebody outside of a sandbox has ended it, which the zygote knows from its leader."""
-        ended, _ = await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)
-        return bool(ended) and leader.result() != SANDBOX_BROKE
+        reports, _ = await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)
+        return bool(reports) and leader.result() != SANDBOX_BROKE
 
     async def new_slot(self) -> Slot:
         """Starts the leader of a slot.

@@ -16,10 +16,10 @@ async def neighbours(sandbox: Sandbox) -> Verdict:
     started = time.monotonic()
     leaving = asyncio.create_task(sandbox.run(Run(code=PRELUDE + _LEAVE, limits=Limits(seconds=10))))
     looking = await sandbox.run(Run(code=PRELUDE + _LOOK, limits=Limits(seconds=10)))
-    left = await leaving
+    departures = await leaving
     problem = problem_of(check, looking)
-    if not problem and left.stdout != b"left\n":
-        problem = f"the neighbour did not run: {left.stderr[-200:].decode(errors='replace')}"
+    if not problem and departures.stdout != b"left\n":
+        problem = f"the neighbour did not run: {departures.stderr[-200:].decode(errors='replace')}"
     return Verdict(check=check, problem=problem, detail=detail_of(looking), seconds=time.monotonic() - started)
 
 

@@ -80,9 +80,9 @@ def start_child(limits: Mapping[str, Any], keep: socket.socket) -> Child:
     theirs.close()
     for descriptor in (stdin[1], stdout[0], stderr[0]):
         os.set_blocking(descriptor, False)
-    ended = os.pidfd_open(pid) if signalled is None else signalled
+    pidfd = os.pidfd_open(pid) if signalled is None else signalled
     return Child(
-        pid, ended, prepared[0], stdin[1], stdout[0], stderr[0], (stdout[1], stderr[1]), control=ours, memory=memory
+        pid, pidfd, prepared[0], stdin[1], stdout[0], stderr[0], (stdout[1], stderr[1]), control=ours, memory=memory
     )
 
 
@@ -188,7 +188,7 @@ def _work(control: socket.socket, memory: mmap.mmap) -> None:
     # A process that the code forks reports nothing, and takes no later cell.
     os.register_at_fork(after_in_child=control.close)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    own = os.getpid()
+    pid = os.getpid()
     streams = None
     while True:
         # What the code has left of its streams is no longer in the way of a cell.
@@ -202,7 +202,7 @@ def _work(control: socket.socket, memory: mmap.mmap) -> None:
             ended = Ended(payload.run_bash(code))
         else:
             ended = payload.run_python(code, module, request["echo"])
-        if os.getpid() != own:  # a process that the code has forked, which ends as one of a program does
+        if os.getpid() != pid:  # a process that the code has forked, which ends as one of a program does
             os._exit(payload.finish(ended.status))
         if not payload.settle_streams(streams):
             streams = None

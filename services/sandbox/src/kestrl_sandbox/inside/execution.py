@@ -73,20 +73,20 @@ class Execution:
         """Gives the process its code, and in a session the standard streams of the cell."""
         child = self.child
         code_end, code_feed = os.pipe()
-        passed, own = [code_end], [code_end]
+        passed, parents_ends = [code_end], [code_end]
         stdin_feed, child.stdin = child.stdin, -1
         if self.session:
             self._number = reports.new_number()
             if stdin_feed >= 0:
                 os.close(stdin_feed)  # of the start, which no cell reads
             stdin_end, stdin_feed = os.pipe()
-            passed, own = [code_end, stdin_end, *child.outputs], [code_end, stdin_end]
+            passed, parents_ends = [code_end, stdin_end, *child.outputs], [code_end, stdin_end]
         else:
-            own += child.outputs
+            parents_ends += child.outputs
         packet = json.dumps({**request, "number": self._number.hex()}).encode()
         with suppress(OSError):  # its process has ended, or takes no cell any more: the pidfd or the deadline shows it
             socket.send_fds(child.control, [packet], passed)
-        for descriptor in own:
+        for descriptor in parents_ends:
             os.close(descriptor)
         self._feed(code_feed, code)
         self._feed(stdin_feed, stdin)
@@ -159,15 +159,15 @@ class Execution:
         self._poll.register(descriptor, select.POLLOUT)
 
     def _write(self, descriptor: int, event: int) -> None:
-        left = self._feeds[descriptor]
+        remaining = self._feeds[descriptor]
         try:
-            sent = 0 if event & select.POLLERR else os.write(descriptor, left[:CHUNK])
+            sent = 0 if event & select.POLLERR else os.write(descriptor, remaining[:CHUNK])
         except BlockingIOError:
             return
         except BrokenPipeError:
             sent = 0
-        self._feeds[descriptor] = left[sent:]
-        if not sent or sent == len(left):
+        self._feeds[descriptor] = remaining[sent:]
+        if not sent or sent == len(remaining):
             self._end_feed(descriptor)
 
     def _end_feed(self, descriptor: int) -> None:
@@ -200,10 +200,10 @@ class Execution:
         if not HAS_PIDFD:
             with suppress(BlockingIOError):
                 os.read(self.child.ended, CHUNK)
-        pid, found = os.waitpid(self.child.pid, os.WNOHANG)
+        pid, wait_status = os.waitpid(self.child.pid, os.WNOHANG)
         if pid == 0:
             return False
-        status = os.waitstatus_to_exitcode(found)
+        status = os.waitstatus_to_exitcode(wait_status)
         if status < 0:
             self.kind, self.code = "signaled", -status
         else:

@@ -104,11 +104,11 @@ def _read(path: str, limit: int) -> Iterator[bytes]:
     finally:
         os.close(base)
     with os.fdopen(file, "rb") as opened:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if found.st_size > limit:
-            raise OSError(errno.EFBIG, f"{found.st_size} bytes; at most {limit} are read")
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes; at most {limit} are read")
         yield opened.read(limit)
 
 

@@ -186,7 +186,7 @@ def _lead(connection: socket.socket, config: Mapping[str, Any]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     linux.prctl(linux.PR_SET_PDEATHSIG, SIGKILL)
-    here = os.pidfd_open(os.getpid())
+    own_pidfd = os.pidfd_open(os.getpid())
     enter_place()
     connection.sendall(frames.encode({"ready": True}))
     connection.recv(1)  # by now the service has put this process into the slot's cgroup
@@ -196,12 +196,12 @@ def _lead(connection: socket.socket, config: Mapping[str, Any]) -> None:
         if pid == 0:
             status = 1
             try:
-                os.close(here)
+                os.close(own_pidfd)
                 enter_sandbox(config["proc"], config["limits"], fresh_proc=config["fresh_proc"])
                 status = supervisor.serve(connection, config["limits"])
             finally:
                 os._exit(status)
-        linux.setns(here, linux.CLONE_NEWPID)
-        _, ended = os.waitpid(pid, 0)
-        if ended != 0:
-            os._exit(frames.SANDBOX_KILLED if os.WIFSIGNALED(ended) else frames.SANDBOX_BROKE)
+        linux.setns(own_pidfd, linux.CLONE_NEWPID)
+        _, wait_status = os.waitpid(pid, 0)
+        if wait_status != 0:
+            os._exit(frames.SANDBOX_KILLED if os.WIFSIGNALED(wait_status) else frames.SANDBOX_BROKE)

@@ -12,7 +12,7 @@ class Output(io.TextIOWrapper):
     line_begun = False
 
     def write(self, text: str, /) -> int:
-        written = super().write(text)
+        count = super().write(text)
         if text:
             self.line_begun = text[-1] != "\n"
-        return written
+        return count

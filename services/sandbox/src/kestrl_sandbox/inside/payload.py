@@ -65,8 +65,8 @@ def run_python(code: str, module: types.ModuleType, echo: str) -> Ended:
     except SystemExit as error:
         return Ended(_exit_status(error))
     except BaseException as error:  # noqa: BLE001 - reported as the interpreter would
-        shown = {"type": type(error).__name__, "text": _text(error), "traceback": _print_traceback(error)}
-        return Ended(1, isinstance(error, MemoryError), error=shown)
+        error_report = {"type": type(error).__name__, "text": _text(error), "traceback": _print_traceback(error)}
+        return Ended(1, isinstance(error, MemoryError), error=error_report)
 
 
 def _run_echoing(code: str, namespace: dict[str, Any], echo: str) -> str | None:
@@ -174,14 +174,14 @@ def open_streams() -> None:
 
     Done once, before a fork: what lies behind the descriptors is each sandbox's own.
     """
-    kept = [os.dup(number) for number in range(3)]
+    copies = [os.dup(number) for number in range(3)]
     reading, writing = os.pipe()
     for number, end in enumerate((reading, writing, writing)):
         os.dup2(end, number)
     new_streams()
-    for number, before in enumerate(kept):
+    for number, before in enumerate(copies):
         os.dup2(before, number)
-    for descriptor in (*kept, reading, writing):
+    for descriptor in (*copies, reading, writing):
         os.close(descriptor)
 
 

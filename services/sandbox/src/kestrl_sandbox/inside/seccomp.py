@@ -116,12 +116,12 @@ def _conditions() -> dict[str, list[Instruction]]:
 
 def _ranges(actions: dict[int, list[Instruction]]) -> list[tuple[int, list[Instruction]]]:
     """Start of every run of numbers with the same action, in order, from 0 on."""
-    found: list[tuple[int, list[Instruction]]] = []
+    ranges: list[tuple[int, list[Instruction]]] = []
     for number in range(max(actions) + 2):
         action = actions.get(number, [_return(DENY)])
-        if not found or found[-1][1] != action:
-            found.append((number, action))
-    return found
+        if not ranges or ranges[-1][1] != action:
+            ranges.append((number, action))
+    return ranges
 
 
 def _search(ranges: Sequence[tuple[int, list[Instruction]]]) -> list[Instruction]:

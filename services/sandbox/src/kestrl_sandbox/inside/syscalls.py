@@ -139,12 +139,12 @@ def drop_capabilities() -> None:
 def _has_openat2() -> bool:
     how = ctypes.create_string_buffer(struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, 0))
     try:
-        found = syscall(_OPENAT2, ctypes.c_int(AT_FDCWD), b"/", how, ctypes.c_size_t(24), what="openat2")
+        descriptor = syscall(_OPENAT2, ctypes.c_int(AT_FDCWD), b"/", how, ctypes.c_size_t(24), what="openat2")
     except OSError as error:
         if error.errno == errno.ENOSYS:
             return False
         raise
-    os.close(found)
+    os.close(descriptor)
     return True
 
 
@@ -157,17 +157,17 @@ def _walk_beneath(folder: int, path: str, flags: int, mode: int) -> int:
     *folders, name = [part for part in path.split("/") if part not in {"", "."}] or ["."]
     if ".." in {*folders, name}:
         raise OSError(errno.EXDEV, "leads out of the folder")
-    here = os.dup(folder)
+    current = os.dup(folder)
     try:
         for part in folders:
-            if stat.S_ISLNK(os.stat(part, dir_fd=here, follow_symlinks=False).st_mode):
+            if stat.S_ISLNK(os.stat(part, dir_fd=current, follow_symlinks=False).st_mode):
                 raise OSError(errno.ELOOP, "is a symbolic link")
-            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
-            os.close(here)
-            here = inner
-        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=here)
+            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            os.close(current)
+            current = inner
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=current)
     finally:
-        os.close(here)
+        os.close(current)
 
 
 def open_beneath(folder: int, path: str, flags: int, mode: int = 0) -> int:

@@ -20,9 +20,9 @@ def running_threads() -> int:
 
 def anonymous_memory(pid: str) -> int:
     """Bytes of anonymous and shared memory of a process; 0 when it has ended."""
-    found = _status(pid)
-    names = (b"RssAnon", b"RssShmem") if b"RssAnon" in found else (b"VmRSS",)  # gVisor's kernel gives the sum alone
-    return sum(found.get(name, 0) << 10 for name in names)
+    status = _status(pid)
+    names = (b"RssAnon", b"RssShmem") if b"RssAnon" in status else (b"VmRSS",)  # gVisor's kernel gives the sum alone
+    return sum(status.get(name, 0) << 10 for name in names)
 
 
 def _processes() -> list[str]:
@@ -36,10 +36,10 @@ def _status(pid: str) -> Mapping[bytes, int]:
             lines = file.read().split(b"\n")  # at no other character: the kernel escapes this one alone in a name
     except _ENDED:
         return {}
-    found: dict[bytes, int] = {}
+    sizes: dict[bytes, int] = {}
     for line in lines[1:]:
         name, _, text = line.partition(b":")
         number = text.split()[:1]
         if number and number[0].isdigit():
-            found[name] = int(number[0])
-    return found
+            sizes[name] = int(number[0])
+    return sizes

@@ -23,10 +23,10 @@ class Breaker:
         Raises:
             SandboxFailure: It is.
         """
-        left = self._until - time.monotonic()
-        if left > 0:
+        remaining = self._until - time.monotonic()
+        if remaining > 0:
             raise SandboxFailure(
-                f"{self._failures} sandboxes in a row did not start; the next attempt is made in {left:.0f} s",
+                f"{self._failures} sandboxes in a row did not start; the next attempt is made in {remaining:.0f} s",
                 code="sandbox_unavailable",
             )
 

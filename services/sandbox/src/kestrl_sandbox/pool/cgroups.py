@@ -36,17 +36,17 @@ class Cgroups:
         Raises:
             NoCgroup: They cannot be made here.
         """
-        own = _own()
+        paths = _own()
         name = f"{PREFIX}{os.getpid()}-{os.urandom(3).hex()}"
         unified = (MOUNT / "cgroup.controllers").exists()
         try:
             if not unified:
-                folders = [MOUNT / kind / own.get(kind, "/").lstrip("/") / name for kind in ("memory", "pids")]
+                folders = [MOUNT / kind / paths.get(kind, "/").lstrip("/") / name for kind in ("memory", "pids")]
                 for folder in folders:
                     remove_stale(folder.parent)
                     folder.mkdir()
                 return cls(folders[0], folders[1], 1)
-            parent = MOUNT / own.get("", "/").lstrip("/")
+            parent = MOUNT / paths.get("", "/").lstrip("/")
             remove_stale(parent)
             (parent / "cgroup.subtree_control").write_text("+memory +pids")
             (parent / name).mkdir()
@@ -136,8 +136,8 @@ def remove_stale(parent: Path) -> None:
 
 def _own() -> dict[str, str]:
     """Cgroup of this process by controller; "" is v2's."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        found |= dict.fromkeys(controllers.split(","), path)
-    return found
+        paths |= dict.fromkeys(controllers.split(","), path)
+    return paths

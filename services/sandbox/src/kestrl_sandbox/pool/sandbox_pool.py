@@ -169,11 +169,11 @@ class SandboxPool:
             UserInputError: It cannot be run.
         """
         run.check()
-        wanted, most = run.limits.memory_mb, self._config.memory_mb
-        if wanted is None:
+        memory_mb, most = run.limits.memory_mb, self._config.memory_mb
+        if memory_mb is None:
             return replace(run, limits=replace(run.limits, memory_mb=most))
-        if wanted > most:
-            raise UserInputError(f"memory_mb: the sandboxes have at most {most}, {wanted} were asked for")
+        if memory_mb > most:
+            raise UserInputError(f"memory_mb: the sandboxes have at most {most}, {memory_mb} were asked for")
         return run
 
     @asynccontextmanager
@@ -216,14 +216,14 @@ class SandboxPool:
         self._breaker.check()
         try:
             async with self._starting:
-                made = await self._new_slot()
+                new_slot = await self._new_slot()
         except SlotLost:
             raise  # the back-end died meanwhile, and is started again at the next attempt
         except SandboxFailure:
             self._breaker.failed()
             raise
         self._breaker.succeeded()
-        return made
+        return new_slot
 
     async def _new_slot(self) -> AnySlot:
         backend = await self._running_backend()

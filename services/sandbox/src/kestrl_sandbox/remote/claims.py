@@ -306,14 +306,14 @@ class ClaimedSandboxes:
     async def _delete_left(self) -> None:
         """Deletes the claims of an earlier process of this pod, which was killed."""
         try:
-            found = await self._api.request("GET", CLAIMS, query={"labelSelector": f"{POD_LABEL}={self._api.pod.uid}"})
+            answer = await self._api.request("GET", CLAIMS, query={"labelSelector": f"{POD_LABEL}={self._api.pod.uid}"})
         except ApiRefused as error:
             raise ClaimUnusable(f"{_advice(error.status)}{error}") from error
-        items = cast("list[dict[str, Any]]", found.get("items") or [])
-        left = [str(item["metadata"]["name"]) for item in items]
-        if left:
-            log.warning("%d claims of an earlier process of this pod are deleted", len(left))
-        await asyncio.gather(*map(self._delete, left))
+        items = cast("list[dict[str, Any]]", answer.get("items") or [])
+        names = [str(item["metadata"]["name"]) for item in items]
+        if names:
+            log.warning("%d claims of an earlier process of this pod are deleted", len(names))
+        await asyncio.gather(*map(self._delete, names))
 
 
 def _greeting(text: str | None) -> Greeting:

@@ -113,9 +113,9 @@ class ClusterApi:
         headers = {"Authorization": f"Bearer {self.pod.token_file.read_text().strip()}"}
         try:
             async with self._session.request(method, url, json=body, params=query, headers=headers) as answer:
-                found: Object = await answer.json(content_type=None) if answer.ok else {}
+                body_of_answer: Object = await answer.json(content_type=None) if answer.ok else {}
                 if answer.ok:
-                    return found
+                    return body_of_answer
                 message = _message(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ClusterUnreachable(f"the API server: {type(error).__name__}: {error}") from error

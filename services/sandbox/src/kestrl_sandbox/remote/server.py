@@ -97,8 +97,8 @@ def application(pool: SandboxPool, token: str | None, *, idle_seconds: float = I
         except ValidationError as error:
             # As FastAPI reports it, which clients of SandboxFusion know.
             # Without the input, which may be megabytes, and bytes that JSON does not hold.
-            found = error.errors(include_url=False, include_context=False, include_input=False)
-            return web.json_response({"detail": found[:MAX_ERRORS]}, status=422)
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            return web.json_response({"detail": problems[:MAX_ERRORS]}, status=422)
         except UserInputError as error:
             return web.json_response({"detail": str(error)}, status=422)
 
@@ -210,11 +210,11 @@ async def _notebook(session: SandboxSession, body: JupyterRequest) -> dict[str, 
     last = Result(outcome=Outcome.OK)
     sources: Sequence[str] = body.cells or [""]
     for index, code in enumerate(sources):
-        left = body.total_timeout - (loop.time() - started)
-        if left <= 0:
+        remaining = body.total_timeout - (loop.time() - started)
+        if remaining <= 0:
             last = Result(outcome=Outcome.TIMEOUT, message=f"Timed out: more than {body.total_timeout:g} s in total.")
             break
-        seconds = min(left, body.cell_timeout or left)
+        seconds = min(remaining, body.cell_timeout or remaining)
         fetch = body.fetch_files if index == len(sources) - 1 else []
         limits = Limits(seconds=max(seconds, 0.001), memory_mb=_memory(body.memory_limit_MB))
         last = await session.run(Run(code=code, echo=Echo.DISPLAY, files=files, fetch=fetch, limits=limits))

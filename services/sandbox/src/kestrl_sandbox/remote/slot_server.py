@@ -32,11 +32,11 @@ class SlotServer:
             raise web.HTTPServiceUnavailable(text=f"{MAX_CONNECTIONS} connections are open")
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=MAX_MESSAGE)
         await socket.prepare(request)
-        found = self._pool.capabilities
+        capabilities = self._pool.capabilities
         greeting = Greeting(
-            backend=found.backend,
-            isolation=found.isolation,
-            mechanisms=dict(found.mechanisms),
+            backend=capabilities.backend,
+            isolation=capabilities.isolation,
+            mechanisms=dict(capabilities.mechanisms),
             memory_mb=self._pool.memory_mb,
         )
         self._open.add(socket)
@@ -92,16 +92,16 @@ class _Connection:
         self._session: PooledSession | None = None
 
     async def answer(self, text: str) -> SlotAnswer:
-        asked = request_of(text)
-        if isinstance(asked, SlotAnswer):
-            return asked
+        request = request_of(text)
+        if isinstance(request, SlotAnswer):
+            return request
         try:
-            if not asked.session:
-                return SlotAnswer(result=ResultMessage.of(await self._pool.run(asked.run())))
+            if not request.session:
+                return SlotAnswer(result=ResultMessage.of(await self._pool.run(request.run())))
             if self._session is None:
                 self._session = await self._pool.session()
             restarts = self._session.restarts
-            result = await self._session.run(asked.run())
+            result = await self._session.run(request.run())
             return SlotAnswer(result=ResultMessage.of(result), alive=self._session.restarts == restarts)
         except SandboxFailure as error:
             return SlotAnswer(failure=FailureMessage.of(error))

@@ -149,14 +149,14 @@ class SlotAnswer(_Message):
 def request_of(text: str) -> SlotRequest | SlotAnswer:
     """The request in a message, or the answer that refuses it."""
     try:
-        asked = SlotRequest.model_validate_json(text)
-        asked.code.decode("utf-8", "surrogatepass")
+        request = SlotRequest.model_validate_json(text)
+        request.code.decode("utf-8", "surrogatepass")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         return SlotAnswer(refused=f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg'][:200]}")
     except UnicodeDecodeError as error:
         return SlotAnswer(refused=f"code: is no UTF-8 ({error.reason})")
-    return asked
+    return request
 
 
 def _encodable(texts: Mapping[str, str]) -> dict[str, str]:

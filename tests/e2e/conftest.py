@@ -18,6 +18,15 @@ from .cluster.commands import eventually
 from .cluster.devices import ASCEND, NVIDIA
 from .installation import CRDS, Installation, installed
 
+SECONDS = 240
+"""For a test with the set-up and the end of a cluster, which count as the first and the last test's."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SECONDS))
+
 
 def _connect(held: ExitStack, *, control_plane_only: bool = False) -> Cluster:
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.fakes.s3 import SECRET_KEY, S3Server
 from . import judge_model
 from .cluster import objects
 from .cluster.client import Cluster
+from .cluster.commands import eventually
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kestrl"
@@ -126,6 +128,16 @@ class Installation:
 
         return self.cluster.wait_for(JOB, name, seen, namespace, seconds=seconds)
 
+    def wait_for_adapter(self, name: str, namespace: str, step: int, seconds: float) -> None:
+        """Waits until the adapter of a step or of a later one is in storage.
+
+        A job's status has its step twice a minute, when a job of a few short steps may have ended.
+        """
+        try:
+            eventually(f"{name} has trained step {step}", lambda: step <= newest_adapter(self, name), seconds)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.cluster.describe(namespace)}") from error
+
 
 def credentials(store: S3Server, namespace: str, *, secret: str = SECRET_KEY) -> Object:
     """The Secret with the storage's credentials."""
@@ -164,6 +176,12 @@ def stored(installation: Installation, job: str) -> list[str]:
     """The objects of a job's run in object storage."""
     paths = [item["path"] for page in obstore.list(installation.bucket, "e2e") for item in page]
     return [path for path in paths if path.startswith(f"e2e/{job}-")]
+
+
+def newest_adapter(installation: Installation, job: str) -> int:
+    """Step of the newest adapter of a job in object storage; 0 without one."""
+    steps = (re.search(r"/adapters/(\d{6})-", path) for path in stored(installation, job))
+    return max((int(match[1]) for match in steps if match), default=0)
 
 
 def values(cluster: Cluster, store: S3Server) -> Object:

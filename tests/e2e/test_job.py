@@ -16,7 +16,6 @@ from .installation import (
     JOB,
     SYSTEM,
     Installation,
-    at_step,
     condition,
     credentials,
     is_true,
@@ -41,7 +40,7 @@ def test_a_job_whose_newest_spec_is_refused_is_suspended_resumed_and_ends(instal
             cluster.kubectl("patch", JOB, "typo", "--type=merge", f"--patch={patch}", f"--namespace={namespace}")
 
         cluster.apply(small("typo", schedule__maxSteps=6), namespace)
-        installation.wait("typo", namespace, at_step(1), 300)
+        installation.wait_for_adapter("typo", namespace, 1, 300)
         edit(patches=typo)
         refused = installation.wait("typo", namespace, lambda job: condition(job, "Accepted")[0] == "False", 60)
         assert "contaners: field not declared in schema" in condition(refused, "Accepted")[2]
@@ -62,7 +61,7 @@ def test_a_rotated_key_of_the_storage_costs_a_running_job_nothing_but_time(insta
     cluster, store = installation.cluster, installation.store
     with installation.place() as namespace:
         cluster.apply(small("rotated", schedule__maxSteps=5), namespace)
-        installation.wait("rotated", namespace, at_step(2), 300)
+        installation.wait_for_adapter("rotated", namespace, 2, 300)
         pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
         try:
             store.rotate("rotated")
@@ -133,7 +132,7 @@ def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Install
         )
         cluster.kubectl("scale", JOB, "story", "--replicas=1", f"--namespace={namespace}")
 
-        installation.wait("story", namespace, at_step(1), 180)
+        installation.wait_for_adapter("story", namespace, 1, 180)
         for role in ("tools", "judge", "rollout", "inference"):
             cluster.kubectl(
                 "delete", "pod", f"--namespace={namespace}", f"--selector=kestrl.dev/role={role}", "--wait=false"
@@ -142,7 +141,7 @@ def test_a_job_suspends_resumes_and_ends_under_disruptions(installation: Install
         cluster.kubectl("delete", "pod", leader, f"--namespace={SYSTEM}", "--grace-period=0", "--force")
         eventually("another operator leads", lambda: installation.leader() not in {"", leader}, 120)
 
-        installation.wait("story", namespace, at_step(3), 300)
+        installation.wait_for_adapter("story", namespace, 3, 300)
         cluster.patch(JOB, "story", {"spec": {"suspend": True}}, namespace)
         suspended = installation.wait("story", namespace, is_true("Suspended"), 240)
         step = suspended["status"]["progress"]["step"]
@@ -204,7 +203,7 @@ def test_a_job_deleted_while_it_runs_leaves_its_adapters_and_nothing_else(instal
     cluster = installation.cluster
     with installation.place() as namespace:
         cluster.apply(small("deleted", schedule__maxSteps=100), namespace)
-        installation.wait("deleted", namespace, at_step(1), 240)
+        installation.wait_for_adapter("deleted", namespace, 1, 240)
         cluster.delete(JOB, "deleted", namespace)
         kinds = "statefulsets,deployments,services,networkpolicies,poddisruptionbudgets,pods,persistentvolumeclaims"
         eventually(

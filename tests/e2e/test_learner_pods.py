@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .cluster.commands import eventually
-from .installation import Installation, at_step, condition, is_true, small, summary
+from .installation import Installation, condition, is_true, small, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 NAME, STEPS = "ranks", 4
@@ -17,7 +17,7 @@ def test_a_job_on_ranks_of_two_pods_loses_one_and_trains_on(installation: Instal
     cluster = installation.cluster
     with installation.place("ranks") as namespace:
         cluster.apply(small(NAME, schedule__maxSteps=STEPS, learner={"replicas": 2, "threads": 1}), namespace)
-        installation.wait(NAME, namespace, at_step(1), 400)
+        installation.wait_for_adapter(NAME, namespace, 1, 400)
         lost = cluster.get("pod", f"{NAME}-ranks-0", namespace)["metadata"]["uid"]
         cluster.kubectl("delete", "pod", f"{NAME}-ranks-0", f"--namespace={namespace}", "--grace-period=0", "--force")
 

@@ -295,11 +295,9 @@ def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str,
     """The annotations that roll the pods of a role: digests of what they read, restarts of the job, and attempts of the
     learner.
     """
-    made = {
-        SETTINGS_DIGEST: checksum(read),
-        CREDENTIALS_DIGEST: checksum(given.secrets),
-        RESTARTS: str(given.restarts),
-    }
+    made = {SETTINGS_DIGEST: checksum(read), RESTARTS: str(given.restarts)}
+    if role is not Role.AGENT:  # its pods hold no credential
+        made[CREDENTIALS_DIGEST] = checksum(given.secrets)
     return {**made, ATTEMPTS: str(given.attempts)} if role is Role.LEARNER else made
 
 

@@ -32,6 +32,10 @@ MANAGED_LABEL = "kueue.x-k8s.io/managed"
 """Label that Kueue puts on the pods that it admits."""
 LONGEST_LOG = 2048
 """Characters of a log that are kept: the kubelet keeps as many bytes of it in a pod's status."""
+NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+"""Reasons of ends of containers whose program was never started: the message is the container runtime's, not a log."""
+NO_PROGRAM = re.compile(r'exec: "([^"]+)": executable file not found')
+"""What the container runtime says of an image without the program to run."""
 FIRST_SIGNAL = 128
 """Exit codes above this one are of processes that a signal ended."""
 CAUSE = re.compile(r"^(?:\([^)]*\) )?(?:error: |[\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$))")
@@ -106,17 +110,25 @@ def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
         )
         again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
         if last and (last.get("exitCode") or last.get("signal") or again):
-            code, killed = last.get("exitCode", 0), last.get("signal") or last.get("reason") == OUT_OF_MEMORY
-            # What is killed says nothing of it: its last line is about something else.
-            message = "" if killed or code > FIRST_SIGNAL else termination_message(last.get("message", ""))
             yield Ended(
                 container=item["name"],
                 reason=last.get("reason", "Error"),
-                code=code,
-                message=message,
+                code=last.get("exitCode", 0),
+                message=_why_ended(last),
                 at=last.get("finishedAt") or "",
                 log=last.get("message", "")[-LONGEST_LOG:],
             )
+
+
+def _why_ended(last: Object) -> str:
+    """Why a container ended, as far as its last state says."""
+    reason, message = last.get("reason"), last.get("message", "")
+    if reason in NOT_STARTED:
+        absent = NO_PROGRAM.search(message)
+        return message[-500:] if absent is None else f"its image has no program {absent[1]!r}; add it to the image"
+    # What is killed says nothing of it: its last line is about something else.
+    killed = last.get("signal") or reason == OUT_OF_MEMORY or last.get("exitCode", 0) > FIRST_SIGNAL
+    return "" if killed else termination_message(message)
 
 
 def termination_message(text: str) -> str:

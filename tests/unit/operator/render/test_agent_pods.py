@@ -85,6 +85,17 @@ def test_agent_and_worker_reach_each_other_and_the_agent_nothing_else() -> None:
     assert {"namespaceSelector": {}} not in [each for rule in workers["ingress"] for each in rule.get("from", ())]
 
 
+def test_another_key_rolls_all_pods_but_the_agents_which_hold_none() -> None:
+    before, after = (
+        {
+            name: item["spec"]["template"]
+            for name, item in of_kind(rendered(*MANIFEST, secrets=secrets), "StatefulSet", "Deployment").items()
+        }
+        for secrets in (SECRETS, dict.fromkeys(SECRETS, "another"))
+    )
+    assert [name for name in before if before[name] == after[name]] == [AGENT]
+
+
 def test_the_pods_have_no_credential_and_no_settings_of_others() -> None:
     variables = [
         {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "TOKEN"}}},

@@ -323,6 +323,25 @@ def test_invalid_counts_are_zero(annotation: str, count: int) -> None:
     assert snapshot(workloads={Role.LEARNER: learner}).attempts == count
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create "
+            'failed: unable to start container process: exec: "python3": executable file not found in $PATH',
+            "its image has no program 'python3'; add it to the image",
+        ),
+        ("failed to create containerd task: exec format error", "failed to create containerd task: exec format error"),
+    ],
+)
+def test_a_program_that_was_never_started_is_reported_with_the_runtimes_words(text: str, words: str) -> None:
+    last = {"terminated": {"exitCode": 128, "reason": "StartError", "message": text}}
+    crashed = container("agent", state={"waiting": {"reason": "CrashLoopBackOff"}}, lastState=last)
+    found = pod_of(written(crashed))
+    assert found is not None
+    assert [(item.reason, item.message) for item in found.ended] == [("StartError", words)]
+
+
 @pytest.mark.parametrize("labels", [{}, {"app": "nginx"}, {"kestrl.dev/role": "cook"}])
 def test_a_pod_of_no_job_is_ignored(labels: dict[str, str]) -> None:
     assert pod_of({"metadata": {"name": "x", "uid": "u", "labels": labels}}) is None

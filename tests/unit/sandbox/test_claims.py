@@ -80,7 +80,7 @@ async def made(pool: SandboxPool, folder: Path, monkeypatch: pytest.MonkeyPatch)
     token.write_text("account\n")
     tokens = [TOKEN]
     async with FakeKubernetes() as cluster:
-        controller = AgentSandbox(cluster, lambda: application(pool, tokens[0]))
+        controller = AgentSandbox(cluster, lambda: application(pool, lambda: tokens[0]))
         controller.free["code"] = 100
         uid = make_pod(cluster, "job-tools-x")
         pod = Pod(namespace="team-a", name="job-tools-x", uid=uid, server=cluster.url, token_file=token, authority=None)

@@ -11,7 +11,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
@@ -24,6 +27,7 @@ from sandbox_fusion import (
     run_code,
     run_jupyter,
 )
+from tests.fakes.mounted_secret import MountedSecret
 
 from kestrl_sandbox.backends.zygote import Zygote
 from kestrl_sandbox.config import PoolConfig
@@ -38,7 +42,7 @@ Client = Any
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(pool: SandboxPool) -> AsyncIterator[Client]:
-    async with TestClient(TestServer(application(pool, TOKEN))) as opened:
+    async with TestClient(TestServer(application(pool, lambda: TOKEN))) as opened:
         opened.session.headers["Authorization"] = f"Bearer {TOKEN}"
         yield opened
 
@@ -328,6 +332,26 @@ def test_sandbox_fusions_client_works_by_changing_the_url() -> None:
         assert notebook.cells[1].display == [{"text/plain": "42"}]
         with pytest.raises(Exception, match="401"):
             run_code(request, endpoint=address, max_attempts=1)
+
+
+def test_a_rotated_token_is_in_force_at_once(tmp_path: Path) -> None:
+    def ask(address: str, token: str) -> int:
+        request = Request(f"{address}/run_code", b"{}", {"Authorization": f"Bearer {token}"})
+        try:
+            with urlopen(request, timeout=20) as answer:
+                return int(answer.status)
+        except HTTPError as error:
+            with error:
+                return error.code
+
+    secret = MountedSecret(tmp_path / "secret")
+    secret.write({"KESTRL_SANDBOX_TOKEN": "before"})
+    with serving(KESTRL_USER_SECRETS=str(secret.folder)) as address:
+        assert [ask(address, token) for token in ("before", "after", "")] == [422, 401, 401]
+        secret.write({"KESTRL_SANDBOX_TOKEN": "after"})
+        assert [ask(address, token) for token in ("before", "after")] == [401, 422]
+        secret.write({})
+        assert [ask(address, token) for token in ("after", "")] == [401, 401], "never without a token"
 
 
 @pytest.mark.parametrize(

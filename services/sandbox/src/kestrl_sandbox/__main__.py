@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from kestrl._shared.service import exit_code
+from kestrl._shared.user_secrets import FOLDER_VARIABLE, user_secret
 from kestrl.errors import UserInputError
 from kestrl_sandbox.backends import open_sandbox
 from kestrl_sandbox.config import PoolConfig, default_size
@@ -31,13 +32,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m ke
         UserInputError: The server cannot start as the options say.
     """
     options = _parser(program).parse_args(arguments)
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    if token is None and not is_loopback(options.host):
+    guarded = bool(user_secret(TOKEN_VARIABLE))
+    if not guarded and not is_loopback(options.host):
         raise UserInputError(f"--host: {options.host} can be reached from elsewhere; set {TOKEN_VARIABLE}")
     config = PoolConfig(
         max_sandboxes=options.max_sandboxes, max_waiting=options.max_waiting, memory_mb=options.memory_mb
     )
-    asyncio.run(_serve(options, token, config))
+    asyncio.run(_serve(options, config, guarded=guarded))
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -45,8 +46,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Serve the sandbox over HTTP with SandboxFusion's interface: /run_code, /run_jupyter and /v1/ping. "
-        f"Clients show the bearer token of the variable {TOKEN_VARIABLE}; beyond the loopback interface it has to be "
-        "set.",
+        f"Clients show the bearer token of the variable {TOKEN_VARIABLE}, or of the file of that name in the folder of "
+        f"{FOLDER_VARIABLE}, which is read again for each request; beyond the loopback interface it has to be set.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_between(0, LARGEST_PORT), default=8080, help="port to listen on; 0: a free one")
@@ -82,10 +83,11 @@ class _between:  # noqa: N801 - argparse prints the name of a type
         return number
 
 
-async def _serve(options: argparse.Namespace, token: str | None, config: PoolConfig) -> None:
+async def _serve(options: argparse.Namespace, config: PoolConfig, *, guarded: bool) -> None:
     host, port = options.host, options.port
     pool = await open_sandbox(config, least=Isolation(options.isolation), backend=options.backend)
-    app = application(pool, token, idle_seconds=options.idle_seconds)
+    read_token = functools.partial(user_secret, TOKEN_VARIABLE) if guarded else None
+    app = application(pool, read_token, idle_seconds=options.idle_seconds)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,7 +99,7 @@ async def _serve(options: argparse.Namespace, token: str | None, config: PoolCon
         except OSError as error:
             raise UserInputError(f"--port: cannot listen on {host}:{port}: {error.strerror}") from error
         address = f"http://{host}:{runner.addresses[0][1]}"
-        guard = "with the token of " + TOKEN_VARIABLE if token else "without a token"
+        guard = "with the token of " + TOKEN_VARIABLE if guarded else "without a token"
         node = pool.capabilities
         sys.stdout.write(f"serving on {address} {guard}; {node.backend}, isolates by {node.isolation}\n")
         sys.stdout.flush()

@@ -11,6 +11,7 @@ import yaml
 from tests.unit.operator.rendering import of_kind, rendered
 
 from kestrl._shared.plan.servers import METADATA
+from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
 from kestrl.errors import UserInputError
 
 ROOT = Path(__file__).parents[4]
@@ -155,8 +156,11 @@ def test_the_example_of_a_warm_pool_fits_the_pods_of_jobs() -> None:
     assert rule["ports"] == reached["ports"]
     (container,) = pod["spec"]["containers"]
     assert container["ports"][0]["containerPort"] == reached["ports"][0]["port"]
-    (secret,) = [item["valueFrom"]["secretKeyRef"] for item in container["env"] if "valueFrom" in item]
-    assert secret in [
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    folders = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    mounted = volumes[folders[variables[USER_SECRETS_VARIABLE]]]["secret"]["secretName"]
+    assert {"name": mounted, "key": "KESTRL_SANDBOX_TOKEN"} in [
         item["valueFrom"]["secretKeyRef"]
         for item in tools["spec"]["containers"][0]["env"]
         if "secretKeyRef" in item.get("valueFrom", {})

@@ -71,20 +71,23 @@ class JupyterRequest(BaseModel):
     fetch_files: list[str] = []
 
 
-def application(pool: SandboxPool, token: str | None, *, idle_seconds: float = IDLE_SECONDS) -> web.Application:
+def application(
+    pool: SandboxPool, read_token: Callable[[], str | None] | None, *, idle_seconds: float = IDLE_SECONDS
+) -> web.Application:
     """The HTTP application.
 
     Args:
         pool: Where code runs.
-        token: Bearer token that every request but a ping has to show; None for none.
+        read_token: Reads the bearer token that every request but a ping has to show; None for none. It is read for
+            each request, so that a changed one is in force at once; while there is none, every request is refused.
         idle_seconds: Time without a request after which a connection of `GET /v1/slot` is closed, with its session.
     """
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if foreign := foreign_page(request.headers, by_name=token is not None):
+        if foreign := foreign_page(request.headers, by_name=read_token is not None):
             return web.json_response({"detail": foreign}, status=403)
-        if token is not None and request.path != "/v1/ping" and not _shows(request, token):
+        if read_token is not None and request.path != "/v1/ping" and not _shows(request, read_token()):
             return web.json_response({"detail": "the bearer token is missing or wrong"}, status=401)
         try:
             return await handler(request)
@@ -137,8 +140,10 @@ def application(pool: SandboxPool, token: str | None, *, idle_seconds: float = I
     return app
 
 
-def _shows(request: web.Request, token: str) -> bool:
+def _shows(request: web.Request, token: str | None) -> bool:
     """Whether a request has the token: as a bearer token, or as the password of a URL such as http://:TOKEN@host."""
+    if not token:
+        return False
     scheme, _, value = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic":
         try:

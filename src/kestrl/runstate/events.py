@@ -249,6 +249,17 @@ class ToolsWarned(RunEvent):
         return state.but(tools=state.tools.but(warning_reason=self.reason, warning=self.message))
 
 
+class ToolsAwaited(RunEvent):
+    """A tool's credential is accepted no more and another one is waited for, or one is accepted again."""
+
+    kind: Literal["tools_awaited"] = "tools_awaited"
+    reason: str
+    """Empty when one is accepted again."""
+
+    def after(self, state: RunState) -> RunState:
+        return state.but(tools=state.tools.but(wait=self.reason))
+
+
 class SandboxesReported(RunEvent):
     """A tool that runs code has a sandbox, or another one than before."""
 

@@ -40,6 +40,7 @@ Event = Annotated[
     | events.CheckpointConfirmed
     | events.StorageRefused
     | events.StorageAwaited
+    | events.ToolsAwaited
     | events.ObservationsEnded,
     Field(discriminator="kind"),
 ]

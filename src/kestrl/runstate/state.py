@@ -171,6 +171,9 @@ class ToolUse(Part):
     """The same for people, with what to check."""
     sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
     """Sandboxes of tools that run code, by tool, as last reported."""
+    wait: str = ""
+    """The credential that is waited for, because a tool's server or sandbox accepts it no more, and since when; empty
+    while credentials are accepted."""
 
 
 class StoreAccess(Part):

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.learner.fakes import DECOUPLED, make_policy
+from tests.unit.learner.fakes import DECOUPLED, make_policy, until
 
 from kestrl._shared.spec.algorithms import PRESETS
-from kestrl.episode import UNSCORED, Group, Purpose, StopReason
+from kestrl.episode import UNSCORED, CallOutcome, Group, Purpose, StopReason, ToolCall
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
 from kestrl.storage import open_store
 from kestrl.storage.episodes import GroupOutcome, ObjectEpisodeStore, StoredGroup
 from kestrl.storage.files import digest
+from kestrl_learner.dispatch import retry_pause
+from kestrl_learner.dispatch.acceptance import MAX_ATTEMPTS
 from kestrl_learner.dispatch.dispatcher import Dispatcher
 from kestrl_learner.model import adapters
 from kestrl_learner.run import Run
@@ -251,6 +253,41 @@ async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any
         retried = [each for each in stored if each.outcome is GroupOutcome.RETRIED]
         assert [(each.attempt, each.group.episodes, bool(each.failure)) for each in retried] == [(0, [], True)] * 2
         assert {each.attempt for each in stored if each.group.scenario.ordinal < 2 and each not in retried} == {1}
+
+
+@pytest.mark.parametrize(
+    ("boundary", "code"), [(Boundary.TOOL, "tool_unauthorized"), (Boundary.SANDBOX, "sandbox_unauthorized")]
+)
+async def test_a_refused_credential_of_a_tool_is_waited_for_and_costs_no_scenario(
+    staged: Any, monkeypatch: pytest.MonkeyPatch, boundary: Boundary, code: str
+) -> None:
+    monkeypatch.setattr(retry_pause, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(retry_pause, "LONGEST_SECONDS", 0.001)
+    failure = Failure(boundary=boundary, code=code, message="crm: 401", component="tools", retryable=True)
+    call = ToolCall(turn=0, name="search", raw="{}", arguments={}, outcome=CallOutcome.OK, text="found")
+    async with staged() as stage:
+        refusals: list[str] = []
+
+        def refuse(request: Any, group: Any) -> Any:
+            if request.purpose != "train":
+                return group
+            if len(refusals) < 6 * (MAX_ATTEMPTS + 1):
+                refusals.append(request.scenario.id)
+                broken = replace(group.episodes[0], failure=failure, reward=None, stop_reason=StopReason.FAILED)
+                return replace(group, episodes=[broken, *group.episodes[1:]])
+            return replace(group, episodes=[replace(episode, tool_calls=[call]) for episode in group.episodes])
+
+        stage.workers[0].script = refuse
+        run = Run(stage.but(epochs=1, max_failed_share=0.0))
+        ends = asyncio.create_task(run.main())
+        try:
+            await until(lambda: run.progress.state.tools.wait, 20)
+            assert run.progress.state.tools.wait.startswith("crm: 401; since ")
+        finally:
+            await ends
+        assert not run.progress.state.tools.wait
+        assert stage.states == {"trained": 6}
+        assert stage.summary["failures"] == {f"{boundary}/{code}": len(refusals)}
 
 
 async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.rpc.codec import run_phase_to_proto, serving_state_to_proto
-from kestrl._shared.rpc.run_report import state_of
+from kestrl._shared.rpc.run_report import report_of, state_of
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode import PolicyVersion
@@ -118,6 +118,12 @@ def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
         "checkpoint_step": 10,
     }
     return pb.WatchProgressResponse(**(plain | changes))
+
+
+def refused(wait: str) -> pb.WatchProgressResponse:
+    """A report of a learner that waits for a tool's credential."""
+    state = state_of(report())
+    return report_of(state.but(tools=state.tools.but(wait=wait)))
 
 
 def over(phase: str, **changes: Any) -> pb.WatchProgressResponse:

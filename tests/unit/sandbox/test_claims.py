@@ -289,7 +289,7 @@ async def test_one_that_is_not_replaced_in_time_is_named_and_ends_one_claim(site
         site.tokens[0] = "never brought"
         with pytest.raises(SandboxFailure, match="401: its token is not the one") as caught:
             await used(opened)
-        assert caught.value.code == "sandbox_unbound"
+        assert (caught.value.code, caught.value.retryable) == ("sandbox_unauthorized", True)
         await first.close()
 
 

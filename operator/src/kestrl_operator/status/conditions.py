@@ -104,6 +104,10 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "Object storage does not answer, or denies access; the learner waits and retries, or is restarted to. The "
             "message says since and until when."
         ),
+        "CredentialRefused": (
+            "A tool's server, or a claimed sandbox, accepts a credential no more that it has accepted before; its "
+            "scenarios wait until the Secret has another one. The message names it, and says since when."
+        ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",
         **LOST,
@@ -300,6 +304,8 @@ def phase(conditions: Sequence[Condition]) -> str:
         return "Quarantined"
     if ready == ConditionStatus.TRUE:
         return "Running"  # possibly with the last spec that was accepted
+    if current(Type.LEARNER_PROGRESSING)[1] == "CredentialRefused":
+        return "WaitingFor"
     if condition == "Degraded" or current(Type.LEARNER_PROGRESSING)[0] == ConditionStatus.TRUE:
         return "Degraded"
     return _idle(current)

@@ -285,6 +285,8 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
         return _false(kind, "StorageUnavailable" if away else "Failed", why)
     if state.storage.wait and not live.over:
         return _false(kind, "StorageUnavailable", state.storage.wait)
+    if state.tools.wait and not live.over:
+        return _false(kind, "CredentialRefused", state.tools.wait)
     if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:
         return _waiting_for_ranks(snapshot) or _false(kind, "Starting", message)
     quiet = snapshot.now - live.stepped

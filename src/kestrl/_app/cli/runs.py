@@ -82,8 +82,9 @@ def _print_state(state: RunState, *, alive: bool) -> None:
         console.print(safe_line(line), markup=False, highlight=False, soft_wrap=True)
     if alive and state.last_step.eta_seconds:
         console.print(f"{clock(state.last_step.eta_seconds)} to go")
-    if alive and state.storage.wait:
-        console.print(safe(f"waiting: {state.storage.wait}"), markup=False, soft_wrap=True)
+    for wait in (state.storage.wait, state.tools.wait):
+        if alive and wait:
+            console.print(safe(f"waiting: {wait}"), markup=False, soft_wrap=True)
 
 
 def _print_components(record: RunnerRecord, *, alive: bool) -> None:

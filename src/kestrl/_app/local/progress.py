@@ -87,7 +87,7 @@ def detail_lines(state: RunState) -> list[str]:
 
 def warnings(state: RunState) -> list[str]:
     """What is wrong with a run that goes on."""
-    lines = [f"waiting: {state.storage.wait}"] if state.storage.wait else []
+    lines = [f"waiting: {wait}" for wait in (state.storage.wait, state.tools.wait) if wait]
     lines += [f"nothing is learned: {state.learning.message}"] if state.learning.learned is False else []
     lines += [state.learning.warning] if state.learning.warning else []
     lines += [f"tools: {state.tools.warning}"] if state.tools.warning else []

@@ -23,6 +23,7 @@ from tests.unit.operator.samples import (
     learner_report,
     over,
     pod,
+    refused,
     report,
     snapshot,
     status,
@@ -529,6 +530,12 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
         "Degraded",
         {"LearnerProgressing": ("False", "StorageUnavailable", "writing step 7: no answer since 21:03:10Z")},
+    ),
+    (
+        "a tool's server accepts its credential no more",
+        {"last_report": learner_report(refused("crm: the server refuses the credential"), stepped=NOW - 3000)},
+        "WaitingFor",
+        {"LearnerProgressing": ("False", "CredentialRefused", "crm: the server refuses the credential")},
     ),
     (
         "its steps are long ones",

@@ -16,6 +16,10 @@ MAX_ATTEMPTS = 5
 """Failed attempts after which a scenario is dropped."""
 
 
+REFUSED = frozenset({(Boundary.TOOL, "tool_unauthorized"), (Boundary.SANDBOX, "sandbox_unauthorized")})
+"""Failures by a credential that was accepted before and is refused: only somebody outside of the run can replace it."""
+
+
 class GroupAction(StrEnum):
     """What to do with a finished group."""
 
@@ -42,6 +46,13 @@ class GroupDecision:
     reason: str = ""
     failures: Sequence[Failure] = ()
     """The failures of all failed episodes."""
+
+    @property
+    def refused(self) -> Failure | None:
+        """The failure by a refused credential for which the scenario waits; None if there is none."""
+        if self.action not in {GroupAction.RETRY, GroupAction.DROP}:
+            return None
+        return next((failure for failure in self.failures if (failure.boundary, failure.code) in REFUSED), None)
 
 
 def policy_mismatch(group: Group, policy: PolicyVersion, engines: Sequence[str]) -> Failure | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
-from kestrl.episode import Group, PolicyVersion, Scenario
+from kestrl.episode import CallOutcome, Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.runstate.events import GroupOutdated
 from kestrl.storage.episodes import GroupOutcome, StoredGroup
@@ -100,6 +100,9 @@ class GroupOutcomes:
             vocabulary=self._vocabulary,
             failures_before=lease.failures,
         )
+        if decision.refused is not None:
+            self._await_credential(lease, decision, decision.refused, group)
+            return
         self._count(lease, decision, engines, episodes=len(group.episodes))
         if decision.action is GroupAction.TRAIN:
             self._accept(lease, policy, decision.group, group)
@@ -109,6 +112,15 @@ class GroupOutcomes:
             self._retry(lease, decision.reason)
         else:
             self._drop(lease, decision.reason, LEFT_OUT.get(decision.action, "dropped"))
+
+    def _await_credential(self, lease: Lease, decision: GroupDecision, refused: Failure, group: Group) -> None:
+        """Has a scenario wait for a credential: that it was refused is no failed attempt, and none of the run's."""
+        for failure in decision.failures:
+            self._progress.count_rollout_failure(failure)
+        self._progress.await_credential(refused)
+        self._store(lease, GroupOutcome.RETRIED, decision.reason, group)
+        self._leases.release(lease, decision.reason)
+        self.pause.start(self._resume)
 
     def take_ended(self) -> list[StoredGroup]:
         """The groups that ended since the last call and that no step will get."""
@@ -138,6 +150,8 @@ class GroupOutcomes:
     def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, whole: Group) -> None:
         self.pause.reset()
         self._progress.add(group)
+        if any(call.outcome is CallOutcome.OK for episode in group.episodes for call in episode.tool_calls):
+            self._progress.accept_credential()
         if not self._dynamic_sampling.accepts(group):
             self._store(lease, GroupOutcome.DROPPED, REJECTED, whole)
             self._leases.drop(lease, REJECTED)

@@ -20,6 +20,8 @@ from kestrl_learner.progress.idle_clock import IdleClock
 from kestrl_learner.progress.tool_health import ToolHealth
 
 log = logging.getLogger(__name__)
+LONGEST_WAIT = 500
+"""Characters of a message about what is waited for."""
 UNSTORED = 10_000
 """Events that wait to be stored; runs that do not store them keep no more."""
 
@@ -149,6 +151,19 @@ class Progress:
         seconds = time.monotonic() - self._gathering_began
         self.emit(events.FailureCounted(boundary=failure.boundary, code=failure.code, gathered_seconds=seconds))
         self._log_gathering()
+
+    def await_credential(self, failure: Failure) -> None:
+        """Records that a tool's credential is accepted no more; an earlier record stays, since it says since when."""
+        if not self.state.tools.wait:
+            log.warning("waiting for a credential: %s", failure.message)
+            since = time.strftime("%H:%M:%SZ", time.gmtime())
+            self.emit(events.ToolsAwaited(reason=f"{failure.message[:LONGEST_WAIT]}; since {since}"))
+
+    def accept_credential(self) -> None:
+        """Records that the credentials of tools are accepted."""
+        if self.state.tools.wait:
+            log.info("the credentials of tools are accepted again")
+            self.emit(events.ToolsAwaited(reason=""))
 
     def report_sandboxes(self, sandboxes: Mapping[str, SandboxInUse]) -> None:
         """Records the sandboxes that a worker reports; one that has not listed its tools yet reports none."""

@@ -158,7 +158,7 @@ class ClaimedSandboxes:
         except TimeoutError as error:
             raise SandboxFailure(
                 f"the claim {name} had no usable sandbox of the pool {self._pool.name} within {seconds:g} s: {latest}",
-                code="sandbox_unbound",
+                code="sandbox_unauthorized" if self._denied else "sandbox_unbound",
             ) from error
 
     async def _status(self, name: str) -> ClaimStatus:

@@ -78,6 +78,8 @@ class Supervisor:
         self._changed = changed
         self._live: dict[str, Running] = {}
         self._stopping = False
+        self._ended = False
+        """Whether all components were asked to end; how they then end is no failure of theirs."""
         self.observed = {component.name: Observed(component) for component in components}
 
     async def run(self) -> int:
@@ -117,6 +119,8 @@ class Supervisor:
         while True:
             started = time.monotonic()
             status = await self._run_once(seen)
+            if self._ended:
+                return status
             if status == EXIT_INPUT:
                 raise UserInputError(seen.last_error or f"{seen.component.name} rejected its input")
             lasting = self._cannot_start(seen)
@@ -163,14 +167,14 @@ class Supervisor:
             running.release()
             self._live.pop(seen.component.name, None)
         seen.state, seen.pid, seen.last_exit = ComponentState.ENDED, 0, status
-        if status != 0:
+        if status != 0 and not self._ended:
             seen.last_error = last_error(self._launcher.log_path(seen.component.name))
         self._changed()
         return status
 
     async def _stop_all(self) -> None:
         """Ends running components: SIGTERM first, then killed by their guards."""
-        self._stopping = True
+        self._stopping = self._ended = True
         live = list(self._live.values())
         for running in live:
             running.terminate()

@@ -57,6 +57,23 @@ async def test_the_learners_end_is_the_runs_end(launcher: Launcher) -> None:
     assert watched.observed["rollout-0"].last_exit == 128 + 15
 
 
+async def test_an_end_that_was_asked_for_is_no_error(launcher: Launcher) -> None:
+    """Whatever an engine's shutdown says, as long as nothing was wrong before it was asked to end."""
+    fails = dedent("""
+        import pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("psutil met a zombie"))
+        pathlib.Path("ready").touch()
+        time.sleep(600)
+    """)
+    waits = "import pathlib, time\nwhile not pathlib.Path('ready').exists(): time.sleep(0.01)"
+    engine = component("engine-0", Role.ENGINE, module=module(launcher, "fails", fails))
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "waits", waits), restarts=False)
+    watched = make(launcher, engine, learner)
+    assert await asyncio.wait_for(watched.run(), 30) == 0
+    ended = watched.observed["engine-0"].record()
+    assert (ended.last_exit, ended.last_error) == (1, "")
+
+
 async def test_bad_input_ends_the_run_with_its_message(launcher: Launcher) -> None:
     refuses = "import sys; print('error: tools[0].use: cannot import x', file=sys.stderr); sys.exit(2)"
     worker = component("tools-0", Role.TOOLS, module=module(launcher, "refuses", refuses))

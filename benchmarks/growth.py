@@ -121,6 +121,7 @@ async def engine_and_agent(index: int, folder: Path, stack: AsyncExitStack, proo
         adapters_dir=str(folder / f"adapters-{index}"),
         slots=4,
         probe_bound=1e-3,
+        draws=0,  # the fake's log-probs are no distribution
         poll_seconds=1.0,
     )
     client = Engine(engine.url, "base", Vllm(), timeout=30.0)

@@ -177,6 +177,10 @@ class FakeEngine:
                 return Completion(token_ids=token_ids, finish_reason="stop")
         return Completion(token_ids=token_ids, finish_reason="length")
 
+    def scores(self, weights: str, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of every token given those before it, under some weights."""
+        return score(weights, token_ids)
+
     def _refusal(self, request: web.Request, key: str | None) -> web.Response | None:
         if key is None:
             return None
@@ -226,7 +230,7 @@ class FakeEngine:
         token_ids = list(answer.token_ids)[:limit]
         finish = answer.finish_reason if len(token_ids) == len(answer.token_ids) else "length"
         weights = self.weights(prompt.model) or ""
-        scores = score(weights, [*prompt.token_ids, *token_ids])
+        scores = self.scores(weights, [*prompt.token_ids, *token_ids])
         logprobs = list(scores[len(prompt.token_ids) :] if answer.logprobs is None else answer.logprobs)
         content: list[dict[str, Any]] = [
             {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}

@@ -6,7 +6,10 @@ Nothing polls: a test says `await stage.look()` when the agent is to look at its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import hashlib
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.fakes.engine import FakeEngine, score
+from tests.fakes.engine import Completion, FakeEngine, Prompt, score
 from tests.fakes.ports import free_port
 
 from kestrl._shared import rpc
@@ -96,6 +99,46 @@ def make_manifest(files: dict[str, bytes], **changes: Any) -> AdapterManifest:
         "probe": probe,
     }
     return AdapterManifest(**(values | changes))
+
+
+@dataclass(kw_only=True)
+class Sampling(Fake):
+    """A fake engine whose log-probs are those of a distribution, from which it samples."""
+
+    sharpened: float = 1.0
+    """Inverse temperature that it samples with, whatever is asked for."""
+    honest: bool = True
+    """Whether its log-probs are those of what it samples from."""
+
+    def scores(self, weights: str, token_ids: Sequence[int]) -> list[float]:
+        return [
+            math.log(probabilities(weights, token_ids[:index]).get(token, TINY))
+            for index, token in enumerate(token_ids)
+        ]
+
+    def sample(self, prompt: Prompt) -> Completion:
+        weights, token_ids, logprobs = self.weights(prompt.model) or "", list(prompt.token_ids), list[float]()
+        source = random.Random(prompt.sampling.get("seed"))
+        for _ in range(prompt.sampling["max_tokens"]):
+            unchanged = probabilities(weights, token_ids)
+            sharp = {token: share**self.sharpened for token, share in unchanged.items()}
+            (token,) = source.choices(list(sharp), list(sharp.values()))
+            reported = sharp[token] / sum(sharp.values()) if self.honest else unchanged[token]
+            token_ids.append(token)
+            logprobs.append(math.log(reported))
+        return Completion(token_ids=token_ids[len(prompt.token_ids) :], finish_reason="length", logprobs=logprobs)
+
+
+TINY = 1e-6
+"""Probability of a token that is never drawn."""
+
+
+def probabilities(weights: str, prefix: Sequence[int]) -> dict[int, float]:
+    """A distribution of 24 tokens, of which a few have most of the mass; which they are depends on the prefix."""
+    state = hashlib.blake2b(f"{weights}|{list(prefix)}".encode(), digest_size=8).digest()
+    raw = {20 + (index + state[0]) % 24: 0.75**index for index in range(24)}
+    whole = sum(raw.values())
+    return {token: share / whole for token, share in raw.items()}
 
 
 @dataclass(frozen=True)
@@ -200,6 +243,8 @@ def agent_settings(engine: Fake, folder: Path, **changes: Any) -> AgentSettings:
         "adapters_dir": str(folder / "adapters"),
         "slots": 3,
         "probe_bound": 1e-3,
+        "draws": 0,
+        "draw_seconds": 600.0,
         "load_seconds": 5.0,
         "poll_seconds": 0.05,
     }

@@ -172,8 +172,8 @@ class Engine:
         except EngineFailure:
             return "unknown"
 
-    async def sample(self, model: str, token_ids: Sequence[int]) -> None:
-        """Samples one token with a seed, as rollout workers do, and discards it.
+    async def sample(self, model: str, token_ids: Sequence[int], *, seed: int = SEED, max_tokens: int = 1) -> Generated:
+        """Samples with a seed at temperature 1, as rollout workers do.
 
         Raises:
             EngineFailure: The answer has an unknown form or names another policy (code `engine_nonsense`). The message
@@ -186,24 +186,25 @@ class Engine:
                     policy=model,
                     prompt_ids=token_ids,
                     temperature=1.0,
-                    max_tokens=1,
-                    seed=SEED,
+                    max_tokens=max_tokens,
+                    seed=seed,
                     stop_token_ids=(),
                 )
             )
         )
         try:
             generated = _read(lambda: self.dialect.read_generated(answer, headers.get(POLICY_HEADER)))
-            problem = _unfit(model, generated)
+            problem = _unfit(model, generated, max_tokens)
         except EngineFailure as error:
-            problem = str(error)
-        if problem:
+            generated, problem = None, str(error)
+        if generated is None or problem:
             build = f"{self.dialect.name} {await self.version()}"
             raise EngineFailure(
                 f"{build} answers a generation in a form that is not known: {problem}",
                 code="engine_nonsense",
                 retryable=False,
             )
+        return generated
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of every token after the first, at temperature 1, without a prefix cache.
@@ -218,13 +219,15 @@ class Engine:
         return scores
 
 
-def _unfit(model: str, generated: Generated) -> str:
-    """What contradicts the request for one token; empty if nothing does."""
+def _unfit(model: str, generated: Generated, most: int) -> str:
+    """What contradicts the request for some tokens; empty if nothing does."""
     if generated.policy != model:
         return f"it names the policy {generated.policy!r} where {model!r} was asked for"
-    if len(generated.token_ids) != 1 or len(generated.logprobs) != 1:
-        return f"{len(generated.token_ids)} tokens with {len(generated.logprobs)} log-probs for one"
-    return "" if math.isfinite(generated.logprobs[0]) else "its log-prob is not finite"
+    count = len(generated.token_ids)
+    if not 1 <= count <= most or len(generated.logprobs) != count:
+        wanted = "one" if most == 1 else f"1 to {most}"
+        return f"{count} tokens with {len(generated.logprobs)} log-probs for {wanted}"
+    return "" if all(map(math.isfinite, generated.logprobs)) else "its log-prob is not finite"
 
 
 def _read(reading: Callable[[], Read]) -> Read:

@@ -24,6 +24,7 @@ from kestrl.storage import AdapterManifest
 from kestrl_inference.engine import Engine, EngineRefused
 from kestrl_inference.fetch import fetch
 from kestrl_inference.proof import Comparison, compare
+from kestrl_inference.sampling import sampling_failure
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class LoadedAdapters:
         self._leaving: dict[str, Path] = {}
         """Retired versions, whose files are kept until the engine has unloaded them."""
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._draws_compared = settings.draws == 0
+        """Whether what the engine draws was compared with a version's distribution since it started."""
         self._lock = asyncio.Lock()
 
     def prepare(self) -> None:
@@ -124,7 +127,8 @@ class LoadedAdapters:
         Raises:
             StorageError: It was not completely published, is corrupt, or is another version.
             EngineFailure: The engine refused it, or has no free slot.
-            FailureError: The verification failed: `probe_failed`, `adapter_not_applied`, `other_version`.
+            FailureError: The verification failed: `probe_failed`, `adapter_not_applied`, `other_version`,
+                `sampling_differs`.
         """
         task = self._loading.get(policy.name)
         if task is None:
@@ -218,7 +222,8 @@ class LoadedAdapters:
         return EngineFailure(f"{said} (rank {held.manifest.rank}): {error}", code="adapter_refused", retryable=False)
 
     async def _prove(self, held: WantedAdapter) -> Comparison:
-        """Verifies a version with its probe and one sampled token; a version that fails is unloaded and removed.
+        """Verifies a version with its probe and one sampled token, the first one after a start of the engine with more
+        draws, too; a version that fails is unloaded and removed.
 
         Raises:
             FailureError: The verification failed.
@@ -233,14 +238,32 @@ class LoadedAdapters:
             comparison = compare(
                 name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound, others
             )
-            held.proved, held.failure = comparison.failure is None, comparison.failure
-            if comparison.failure is not None:
-                log.error("%s%s", comparison.failure, self._other_base(held))
+            failure = comparison.failure or await self._sampling_failure(held)
+            held.proved, held.failure = failure is None, failure
+            if failure is not None:
+                log.error("%s%s", failure, self._other_base(held))
                 await self._forget(held)
-                raise FailureError(comparison.failure)
+                raise FailureError(failure)
             self.build = EngineBuild(self.engine.dialect.name, await self.engine.version(), self.engine.dialect.witness)
             log.info("%s is proved on %s, %s", name, self.settings.engine_name, self.build)
             return comparison
+
+    async def _sampling_failure(self, held: WantedAdapter) -> Failure | None:
+        """Why the engine does not sample from the distribution of a version; compared once per start of the engine."""
+        if self._draws_compared:
+            return None
+        settings = self.settings
+        failure = await sampling_failure(
+            self.engine,
+            settings.engine_name,
+            held.policy.name,
+            held.manifest.probe.token_ids,
+            draws=settings.draws,
+            seconds=settings.draw_seconds,
+            bound=settings.probe_bound,
+        )
+        self._draws_compared = failure is None
+        return failure
 
     def _other_base(self, held: WantedAdapter) -> str:
         """Possible reason of a failed probe. Not an error by itself, since a model may have two addresses."""
@@ -294,6 +317,8 @@ class LoadedAdapters:
             lost: Whether the engine has restarted, so that no version is verified.
         """
         async with self._lock:
+            if lost:
+                self._draws_compared = self.settings.draws == 0
             for held in self.held.values():
                 held.proved = held.proved and not lost
             try:

@@ -26,6 +26,11 @@ class AgentSettings(ServiceSettings):
     """Maximum number of adapters in the engine."""
     probe_bound: float
     """Largest accepted difference between the engine's and the learner's probe log-probs."""
+    draws: int = 512
+    """Most tokens that are drawn after each start of the engine to compare their frequencies with the policy's
+    distribution; 0 for none."""
+    draw_seconds: float = 5.0
+    """Time after which no further ones are drawn, on a slow engine."""
     load_seconds: float = 60.0
     poll_seconds: float = 1.0
 

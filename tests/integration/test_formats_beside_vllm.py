@@ -9,6 +9,7 @@ import pytest
 
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.vocabulary import Vocabulary
+from kestrl.engines.vllm import PARSERS
 from kestrl.episode import CallOutcome
 from kestrl.formats.registry import BUILT_IN
 
@@ -101,17 +102,15 @@ def tokenizer_of(markers: tuple[str, ...]) -> Any:
     return tokenizer
 
 
-def vllm_reads(kind: str, tokenizer: Any, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls by vLLM's parser."""
-    from transformers import PreTrainedTokenizerFast
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+def vllm_parsers() -> dict[str, Any]:
+    """VLLM's parsers by our names of formats."""
     from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
     from vllm.tool_parsers.llama_tool_parser import Llama3JsonToolParser
     from vllm.tool_parsers.mistral_tool_parser import MistralToolParser
     from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
     from vllm.tool_parsers.qwen3_engine_tool_parser import Qwen3EngineToolParser
 
-    classes: dict[str, Any] = {
+    return {
         "hermes": Hermes2ProToolParser,
         "llama3_json": Llama3JsonToolParser,
         "mistral": MistralToolParser,
@@ -119,15 +118,30 @@ def vllm_reads(kind: str, tokenizer: Any, text: str) -> tuple[str, list[tuple[st
         "qwen_xml": Qwen3EngineToolParser,
         "pythonic": PythonicToolParser,
     }
+
+
+def vllm_reads(kind: str, tokenizer: Any, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content and calls by vLLM's parser."""
+    from transformers import PreTrainedTokenizerFast
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
     request = ChatCompletionRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "auto"}
     )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
-    parser = classes[kind](wrapped, request.tools)
+    parser = vllm_parsers()[kind](wrapped, request.tools)
     found = parser.extract_tool_calls(text, request)
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls or ()]
     return (found.content or "").strip(), calls
+
+
+def test_the_parsers_by_which_a_policy_is_served_are_those_that_were_compared() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    for kind in BUILT_IN:
+        parser = ToolParserManager.get_tool_parser(PARSERS[kind])
+        assert kind == "harmony" or parser is vllm_parsers()[kind]
 
 
 def harmony_reads(text: str) -> tuple[str, list[tuple[str, Any]]]:

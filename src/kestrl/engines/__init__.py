@@ -92,6 +92,8 @@ class Launch:
     """Layers that adapters change; empty for all linear ones."""
     template: str | None = None
     """File of the chat template of conversations; None for the model's own."""
+    tool_calls: str | None = None
+    """Format of `kestrl.formats` in which conversations have their calls of tools read; None: they stay text."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 

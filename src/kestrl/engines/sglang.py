@@ -42,6 +42,17 @@ CPU_ENVIRONMENT = {
 }
 
 
+PARSERS = {
+    "harmony": "gpt-oss",
+    "hermes": "hermes",
+    "llama3_json": "llama3",
+    "mistral": "mistral",
+    "pythonic": "pythonic",
+    "qwen_xml": "qwen3_coder",
+}
+"""Names of tool-call formats in the server."""
+
+
 class Sglang:
     """SGLang's HTTP server."""
 
@@ -71,6 +82,7 @@ class Sglang:
             "skip-server-warmup": True,  # it would ask without a key
             "log-level-http": "warning",  # a line for each request, otherwise
             **({"chat-template": launch.template} if launch.template else {}),
+            **({"tool-call-parser": PARSERS[launch.tool_calls]} if launch.tool_calls in PARSERS else {}),
             "enable-deterministic-inference": True,
             **({"constrained-json-disable-any-whitespace": True} if launch.judges else {}),
             **_trace_options(launch.otlp),

@@ -50,6 +50,15 @@ CPU_ENVIRONMENT = {
 }
 COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 """Form of replies that are held to a schema: a small model would otherwise write white space without end."""
+PARSERS = {
+    "harmony": "openai",
+    "hermes": "hermes",
+    "llama3_json": "llama3_json",
+    "mistral": "mistral",
+    "pythonic": "pythonic",
+    "qwen_xml": "qwen3_coder",
+}
+"""Names of tool-call formats in the server."""
 ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -112,6 +121,7 @@ class Vllm:
             "generation-config": "vllm",
             "middleware": "kestrl_inference.inside.guard.ControlGuard",
             **({"chat-template": launch.template} if launch.template else {}),
+            **_tool_options(launch),
             "disable-log-stats": False,
             **({"structured-outputs-config": COMPACT_JSON} if launch.judges else {}),
             **_trace_options(launch.otlp),
@@ -261,6 +271,11 @@ def _cpu_options(launch: Launch) -> Options:
 
 def _cpu_environment(launch: Launch) -> dict[str, str]:
     return {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(launch.threads)} if launch.cpu else {}
+
+
+def _tool_options(launch: Launch) -> Options:
+    parser = PARSERS.get(launch.tool_calls or "")
+    return {} if parser is None else {"enable-auto-tool-choice": True, "tool-call-parser": parser}
 
 
 def _trace_options(endpoint: str | None) -> Options:

@@ -16,7 +16,8 @@ from kestrl._shared.spec.inference import Inference
 from kestrl.engines import Command, EngineName, Generate, Generated, Launch, Request, Route
 from kestrl.engines.registry import DIALECTS
 from kestrl.engines.vllm import Vllm
-from kestrl.testing.engines import check_dialect, check_engine
+from kestrl.formats.registry import BUILT_IN
+from kestrl.testing.engines import LAUNCH, check_dialect, check_engine
 
 PROMPT = [5, 6, 7, 8]
 
@@ -165,3 +166,20 @@ async def test_vllms_dialect_conforms_to_an_engine(adapter: str) -> None:
 async def test_a_dialect_that_its_engine_contradicts_is_found(adapter: str, make: Callable[[], Vllm], why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         await checked(make(), adapter)
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_every_built_in_format_of_tool_calls_has_a_parser_in_each_engine(name: str) -> None:
+    for kind in BUILT_IN:
+        arguments = DIALECTS[name].command(replace(LAUNCH, tool_calls=kind)).arguments
+        assert arguments[arguments.index("--tool-call-parser") + 1]
+        assert ("--enable-auto-tool-choice" in arguments) == (name == "vllm")
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_calls_stay_text_in_another_format_and_a_parser_of_the_users_own_comes_first(name: str) -> None:
+    for kind in (None, "mine:Format"):
+        assert "--tool-call-parser" not in DIALECTS[name].command(replace(LAUNCH, tool_calls=kind)).arguments
+    launch = replace(LAUNCH, tool_calls="hermes", options={"tool-call-parser": "granite"})
+    arguments = DIALECTS[name].command(launch).arguments
+    assert [arguments[at + 1] for at, each in enumerate(arguments) if each == "--tool-call-parser"] == ["granite"]

@@ -77,7 +77,7 @@ def _component(serving: ServingJob, python: str | None, host: str, port: int, wo
         engine_python=python,
         engine_path=str(work / ENGINE_FOLDER),
     )
-    component = engine_component(serving.job, site, 0, template=serving.template)
+    component = engine_component(serving.job, site, 0, template=serving.template, tool_calls=serving.tool_calls)
     assert component.role is Role.ENGINE
     return component
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kestrl._shared.plan.sft import SFTSettings
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl._shared.spec.load import with_overrides
 from kestrl.data.locate import locate_model
+from kestrl.formats.registry import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class ServingJob:
     """Folder or Hugging Face id of the base model."""
     template: str | None
     """File of the chat template; None for the model's own."""
+    tool_calls: str | None
+    """Name of the built-in format in which the model writes calls of tools; None if it is not known."""
 
 
 def job_of_run(document: Mapping[str, Any] | None, overrides: Sequence[str], base: Path) -> ServingJob:
@@ -42,12 +46,29 @@ def job_of_run(document: Mapping[str, Any] | None, overrides: Sequence[str], bas
     job = fitted_job(parse_job(with_overrides(document, overrides)), base)
     template = job.spec.agent.template
     uri = None if template is None else template.uri
-    return ServingJob(
-        job=job,
-        base=base,
-        model=locate_model(job.spec.model.base, base=base),
-        template=None if uri is None else local_path(uri, base, "spec.agent.template.uri"),
-    )
+    model = locate_model(job.spec.model.base, base=base)
+    file = None if uri is None else local_path(uri, base, "spec.agent.template.uri")
+    calls = written_format(model, file, job.spec.agent.tool_call_format)
+    return ServingJob(job=job, base=base, model=model, template=file, tool_calls=calls)
+
+
+def written_format(model: str, template: str | None, named: str | None) -> str | None:
+    """Name of the built-in format in which a model writes calls of tools: the named one, or that of its chat template.
+
+    Args:
+        model: Folder or Hugging Face id of the model.
+        template: File of the chat template; None for the model's own.
+        named: Format that the job names.
+
+    Raises:
+        UserInputError: Tokenizer or template cannot be used.
+    """
+    if named is not None:
+        return named if named in BUILT_IN else None
+    from kestrl._shared.text.chat_model import load_model  # a tokenizer's library is slow to import
+
+    chat = load_model(model, template, tools=False, started=datetime.now(tz=UTC))
+    return chat.format.name if chat.detected and chat.format.name in BUILT_IN else None
 
 
 def job_of_sft(settings: SFTSettings, model: str, overrides: Sequence[str]) -> ServingJob:
@@ -72,4 +93,5 @@ def job_of_sft(settings: SFTSettings, model: str, overrides: Sequence[str]) -> S
         },
     }
     job = fitted_job(parse_job(with_overrides(document, overrides)), Path.cwd())
-    return ServingJob(job=job, base=Path.cwd(), model=model, template=settings.template)
+    calls = written_format(model, settings.template, None)
+    return ServingJob(job=job, base=Path.cwd(), model=model, template=settings.template, tool_calls=calls)

@@ -27,7 +27,9 @@ def engine_rank(engine: str, rank: int) -> int:
     return next((limit for limit in DIALECTS[engine].ranks if limit >= rank), rank)
 
 
-def engine_component(job: AgentRLJob, site: Site, index: int, *, template: str | None = None) -> Component:
+def engine_component(
+    job: AgentRLJob, site: Site, index: int, *, template: str | None = None, tool_calls: str | None = None
+) -> Component:
     """The engine of replica `index`.
 
     Args:
@@ -35,11 +37,12 @@ def engine_component(job: AgentRLJob, site: Site, index: int, *, template: str |
         site: Where it runs.
         index: Number of the replica.
         template: File of the chat template of conversations, which no episode needs; None for the model's own.
+        tool_calls: Format in which conversations have their calls of tools read; None: they stay text.
     """
     dialect = DIALECTS[job.spec.inference.engine]
     accelerator = job.spec.inference.accelerator
     endpoint = site.endpoint(Role.ENGINE, index)
-    command = dialect.command(replace(_launch(job, site, index), template=template))
+    command = dialect.command(replace(_launch(job, site, index), template=template, tool_calls=tool_calls))
     return Component(
         name=f"engine-{index}",
         role=Role.ENGINE,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kestrl.data.forms import BadRow, scenario
 from kestrl.data.parquet import parquet_rows
+from kestrl.data.row_loops import check_loops
 from kestrl.data.values import MAX_VALUES, columns_as_json, exceeds_values, without_nulls
 from kestrl.episode import Scenario
 from kestrl.errors import UserInputError
@@ -141,6 +142,27 @@ def read_rows(path: Path, *, size: int | None = None, promptless: bool = False) 
     return rows
 
 
-def load_scenarios(path: Path, *, size: int | None = None, promptless: bool = False) -> list[Scenario]:
-    """The scenarios of a data set, as `read_rows` reads it."""
-    return [row.scenario for row in read_rows(path, size=size, promptless=promptless)]
+def load_scenarios(
+    path: Path,
+    *,
+    size: int | None = None,
+    promptless: bool = False,
+    runner: str | None = None,
+    loops: Collection[str] = (),
+) -> list[Scenario]:
+    """The scenarios of a data set, as `read_rows` reads it.
+
+    Args:
+        path: `.jsonl` or `.parquet`.
+        size: Rows used; None uses all.
+        promptless: Whether rows may have no prompt.
+        runner: The manifest's field that runs the episodes where no loop of the worker does, such as `agent.run`.
+        loops: Names in `agent.loops`, which rows may choose beside it.
+
+    Raises:
+        UserInputError: The file or a row is invalid, or rows name another loop beside a `runner`.
+    """
+    rows = read_rows(path, size=size, promptless=promptless)
+    if runner is not None:
+        check_loops(rows, runner=runner, loops=loops)
+    return [row.scenario for row in rows]

@@ -14,7 +14,7 @@ from tests.unit.learner.fakes import DECOUPLED, make_policy, until
 
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl.episode import UNSCORED, CallOutcome, Group, Purpose, StopReason, ToolCall
-from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError
+from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.storage import open_store
 from kestrl.storage.episodes import GroupOutcome, ObjectEpisodeStore, StoredGroup
 from kestrl.storage.files import digest
@@ -559,6 +559,15 @@ def equal_rewards(group: Group, wanted: int) -> Group:
     if not wanted:
         return group
     return replace(group, episodes=[replace(episode, reward=0.5) for episode in group.episodes])
+
+
+async def test_rows_that_would_leave_the_jobs_agent_are_refused_by_row_and_field(staged: Any, tmp_path: Path) -> None:
+    async with staged() as stage:
+        data = tmp_path / "loops.jsonl"
+        data.write_text('{"id": 1, "question": "?"}\n{"id": 2, "question": "?", "agent_name": "single_turn"}\n')
+        read = stage.settings.data.model_copy(update={"path": str(data), "size": None, "runner": "agent.url"})
+        with pytest.raises(UserInputError, match=r"loops.jsonl:2: agent_name: 'single_turn' .* by agent.url"):
+            await train(stage.but(data=read))
 
 
 async def test_an_overlong_row_is_skipped_and_counted(staged: Any) -> None:

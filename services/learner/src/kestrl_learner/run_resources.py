@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.telemetry import span
@@ -41,7 +41,21 @@ from kestrl_learner.store.records import format_means, identity_digest
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import RunStore
 
+if TYPE_CHECKING:
+    from kestrl._shared.plan.settings.common import DataSettings
+
 log = logging.getLogger(__name__)
+
+
+def _scenarios(data: DataSettings) -> list[Scenario]:
+    """The scenarios of a data set.
+
+    Raises:
+        UserInputError: A row is invalid, or names a loop in a job whose agent is outside of the worker.
+    """
+    return load_scenarios(
+        Path(data.path), size=data.size, promptless=data.promptless, runner=data.runner, loops=data.loops
+    )
 
 
 class RunResources:
@@ -56,12 +70,8 @@ class RunResources:
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
         self.episodes = ObjectEpisodeStore(store, settings.run)
         data, validation = settings.data, settings.validation
-        self.scenarios = load_scenarios(Path(data.path), size=data.size, promptless=data.promptless)
-        self.validation: Sequence[Scenario] = (
-            ()
-            if validation is None
-            else load_scenarios(Path(validation.path), size=validation.size, promptless=validation.promptless)
-        )
+        self.scenarios = _scenarios(data)
+        self.validation: Sequence[Scenario] = () if validation is None else _scenarios(validation)
         self.steps = total_steps(
             len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps
         )

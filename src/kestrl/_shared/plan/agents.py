@@ -34,6 +34,13 @@ def outside_agent(agent: Agent, site: Site) -> OutsideAgent | None:
     )
 
 
+def outside_runner(spec: JobSpec) -> str | None:
+    """The field of what runs the episodes where no loop of the worker does."""
+    if spec.environment is not None and spec.environment.owns_loop:
+        return f"environment.{spec.environment.kind}"
+    return None if spec.agent.outside is None else f"agent.{spec.agent.outside}"
+
+
 def agent_servers(agent: Agent) -> list[RemoteServer]:
     """The service of an agent by URL; none for another."""
     return [] if agent.url is None else [server_at(agent.url, "spec.agent.url")]

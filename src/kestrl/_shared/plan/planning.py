@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent, with_gateway
+from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent, outside_runner, with_gateway
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import USUAL_WORKERS, Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
@@ -283,7 +283,13 @@ def _correction(spec: JobSpec) -> CorrectionSettings:
 
 
 def _data(path: str, data: DataSet, spec: JobSpec) -> DataSettings:
-    return DataSettings(path=path, size=data.size, promptless=spec.environment is not None)
+    return DataSettings(
+        path=path,
+        size=data.size,
+        promptless=spec.environment is not None,
+        runner=outside_runner(spec),
+        loops=tuple(spec.agent.loops),
+    )
 
 
 def _learner(job: AgentRLJob, site: Site) -> Component:

@@ -86,7 +86,7 @@ class Agent(Model):
     """Value of the rule `loop_reward` for a run that ended so, and thus returned no reward."""
     loops: dict[LoopName, LoopPath] = {}
     """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
-    used."""
+    used. Where the job has `run`, `command` or `url`, rows may select these alone."""
     refuses: list[Literal["tool_choice", "response_format", "parallel_tool_calls"]] = []
     """What a client asks at an episode's URL and training cannot force: calls with a `tool_choice` of `required` or a
     name, with a `response_format`, or without `parallel_tool_calls` are answered with 400. Default: they are sampled as

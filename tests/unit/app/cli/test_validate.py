@@ -381,6 +381,17 @@ def test_a_row_may_select_its_loop(project: Project) -> None:
     project.valid()
 
 
+def test_a_row_leaves_an_agent_outside_only_for_a_loop_that_the_manifest_names(project: Project) -> None:
+    (project.folder / "mine.py").write_text(CODE + "\ndef agent(row, base_url, key, deadline): ...\n")
+    project.spec["agent"] = {"run": "mine:agent"}
+    project.rows[1]["agent_name"] = "tool_agent"
+    printed = project.refused()
+    assert "train.jsonl:2: agent_name: 'tool_agent' is a loop of the worker" in printed
+    assert "run by agent.run; remove the column, or list the loop in spec.agent.loops, such as" in printed
+    project.spec["agent"]["loops"] = {"tool_agent": "tool_agent"}
+    project.valid()
+
+
 def test_overlong_rows_are_counted_and_a_set_of_nothing_else_refused(project: Project) -> None:
     project.rows[2]["question"] = "word " * 400_000
     project.spec["algorithm"] = {"groupsPerStep": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from tests.fakes.ports import free_port
 
+from kestrl.episode import Scenario
 from kestrl.errors import Boundary
 
 
@@ -75,6 +77,19 @@ async def test_what_a_service_does_wrong_is_its_failure(
     assert f"agent.url {url}" in failure.message
     assert message in failure.message
     assert len(requests) == 1
+
+
+async def test_a_row_that_names_a_loop_does_not_leave_the_agent(make_stage: Any, service: Any) -> None:
+    url, requests, _ = service
+    stage = await make_stage(outside={"url": url}, agents={"mine": "single_turn"})
+    stage.says("42")
+    row = Scenario(id="s-1", ordinal=0, messages=({"role": "user", "content": "?"},), agent="single_turn")
+    failure = (await stage.episode(scenario=row)).failure
+    assert failure is not None
+    assert failure.code == "unknown_agent"
+    assert "run by agent.url; remove the column" in failure.message
+    assert (await stage.episode(scenario=replace(row, agent="mine"))).failure is None
+    assert requests == []
 
 
 async def test_a_service_that_is_away_can_be_retried(make_stage: Any) -> None:

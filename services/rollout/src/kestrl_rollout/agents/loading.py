@@ -11,6 +11,7 @@ from typing import Any
 from kestrl.agents import Conversation, Loop
 from kestrl.compat.verl import imports
 from kestrl.compat.verl.loops import adapt
+from kestrl.data.row_loops import loop_problem
 from kestrl.episode import Json
 from kestrl.errors import Boundary, UserInputError
 from kestrl_rollout.agents.compacting_agent import CompactingAgent
@@ -40,6 +41,8 @@ class LoadedLoop:
     """Whether its prompts are its own, with the tools that it offers the model."""
     field: str = FIELD
     """The manifest field that names it, for messages."""
+    outside: bool = False
+    """Whether it has the episodes run outside of the worker."""
     environment: bool = False
     """Whether it is an environment that runs its episodes itself, which gives the prompt, too."""
 
@@ -80,7 +83,10 @@ class Loops:
     default: LoadedLoop
     """`agent.loop`."""
     named: Mapping[str, LoadedLoop]
-    """Loops that rows may name in `agent_name`: those of `agent.loops` and the built-in ones."""
+    """Loops that rows may name in `agent_name`: those of `agent.loops` and, unless the default is outside of the
+    worker, the built-in ones."""
+    listed: Mapping[str, LoadedLoop]
+    """`agent.loops`."""
     use_tools: bool
     """Whether a loop named by the manifest calls tools."""
     read_calls: bool
@@ -94,6 +100,8 @@ class Loops:
         """
         if not agent:
             return self.default
+        if agent not in self.named and self.default.outside:
+            raise UserInputError(loop_problem(agent, runner=self.default.field, loops=self.named), code="unknown_agent")
         if agent not in self.named:
             raise UserInputError(
                 f"agent_name: the job has no agent loop {agent!r} (it has: "
@@ -101,6 +109,12 @@ class Loops:
                 code="unknown_agent",
             )
         return self.named[agent]
+
+    def led_by(self, outside: LoadedLoop) -> Loops:
+        """These loops behind an agent or environment outside of the worker, which no row leaves by the name of a
+        built-in loop.
+        """
+        return replace(self, default=outside, named=self.listed)
 
 
 def load_loops(
@@ -135,6 +149,7 @@ def load_loops(
     return Loops(
         default,
         {**built_in, **own},
+        own,
         use_tools=any(loop.uses_tools for loop in in_use),
         read_calls=any(loop.reads_calls for loop in in_use),
     )

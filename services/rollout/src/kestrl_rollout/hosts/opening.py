@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -125,9 +124,10 @@ async def with_outside(loops: Loops, settings: RolloutSettings) -> AsyncGenerato
                 built_in=True,
                 uses_tools=False,
                 reads_calls=False,
+                outside=True,
                 environment=True,
             )
-            yield replace(loops, default=outside)
+            yield loops.led_by(outside)
         return
     if agent is None:
         yield loops
@@ -146,6 +146,7 @@ async def with_outside(loops: Loops, settings: RolloutSettings) -> AsyncGenerato
             built_in=False,
             uses_tools=True,
             reads_calls=False,
+            outside=True,
             writes_prompts=True,
         )
-        yield replace(loops, default=outside)
+        yield loops.led_by(outside)

@@ -78,3 +78,8 @@ class DataSettings(Model):
     """Number of scenarios; None means all."""
     promptless: bool = False
     """Whether rows may have no prompt, since the environment gives it."""
+    runner: str | None = None
+    """The manifest's field of what runs the episodes of rows that name no loop, where that is none of the worker's
+    loops: then rows may name those of `loops` alone."""
+    loops: tuple[str, ...] = ()
+    """Names of the manifest's loops."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kestrl._app.interpreters.listing import listed_rows
+from kestrl._shared.plan.settings.rollout import OutsideEnvironment
 from kestrl._shared.spec.environments import NAME
 from kestrl.episode import Scenario, StopReason
 from kestrl.errors import Boundary, UserInputError
-from kestrl_rollout.hosts.inside.verifiers_host import digest
+from kestrl.testing.environment_runs import check_environment_runs
+from kestrl_rollout.hosts.host import RunRequest
+from kestrl_rollout.hosts.inside.verifiers_host import digest, work_root
+from kestrl_rollout.hosts.opening import opened_environment_host
+from kestrl_rollout.hosts.process import ProcessHost
 
 DATA = Path(__file__).parents[3] / "data"
 ENVIRONMENTS = "KESTRL_CLIENT_ENVIRONMENTS"
@@ -30,23 +37,26 @@ def row(answer: str = "lamp", **columns: Any) -> Scenario:
     return Scenario(id="w-1", ordinal=0, messages=[], metadata={"task": task, "digest": digest(task), **columns})
 
 
+def word_environment(config: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    agent = {"runtime": {"type": "subprocess"}, "max_turns": 3}
+    return {
+        "name": NAME,
+        "taskset": "word-tasks",
+        "python": PYTHON,
+        "config": {"taskset": {"id": "word-tasks"}, "agent": agent, **(config or {})},
+        "sessions": 4,
+        "wait_seconds": 5,
+        "start_seconds": 90,
+        **settings,
+    }
+
+
 @pytest.fixture
 def words(make_stage: Any) -> Any:
     """A stage whose environment is `word_tasks`."""
 
     async def make(config: dict[str, Any] | None = None, **settings: Any) -> Any:
-        agent = {"runtime": {"type": "subprocess"}, "max_turns": 3}
-        environment = {
-            "name": NAME,
-            "taskset": "word-tasks",
-            "python": PYTHON,
-            "config": {"taskset": {"id": "word-tasks"}, "agent": agent, **(config or {})},
-            "sessions": 4,
-            "wait_seconds": 5,
-            "start_seconds": 90,
-            **settings,
-        }
-        return await make_stage(environment=environment, python_path=(str(DATA),))
+        return await make_stage(environment=word_environment(config, **settings), python_path=(str(DATA),))
 
     return make
 
@@ -151,6 +161,59 @@ async def test_episodes_beyond_its_sessions_wait_and_are_refused(words: Any) -> 
     group = await stage.run(scenario=row(task={"trick": "hangs"}), size=2, deadlines=deadlines)
     failures = [episode.failure for episode in group.episodes if episode.failure is not None]
     assert sorted(failure.code for failure in failures) == ["capacity", "episode_deadline"]
+
+
+def work_folders() -> list[Path]:
+    return sorted(work_root().glob("host-*"))
+
+
+async def test_a_killed_host_leaves_no_work_folder(words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stage = await words()
+    stage.says("lamp")
+    (first,) = work_folders()
+    episode = await stage.episode(scenario=row(task={"trick": "dies"}))
+    assert episode.failure is not None
+    assert list((first / "runtimes" / "subprocess").iterdir())  # what the killed process has left
+    assert (await stage.episode(scenario=row())).failure is None
+    assert first not in work_folders()
+    assert len(work_folders()) == 1
+    assert not (tmp_path / ".cache" / "verifiers" / "runtimes" / "subprocess").exists()
+
+
+class Adapter:
+    """The host of `word_tasks` as the conformance suite has it."""
+
+    def __init__(self, host: ProcessHost) -> None:
+        self._host = host
+
+    @property
+    def pid(self) -> int:
+        """The host below its process guard."""
+        assert self._host._process is not None
+        guard = self._host._process._program.process.pid
+        return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+
+    async def run(self, row: Mapping[str, Any], base_url: str, key: str, deadline: float) -> Mapping[str, Any]:
+        request = RunRequest(row=row, base_url=base_url, key=key, mcp_url="", deadline=deadline, config={})
+        returned = await self._host.run(request)
+        if "failed" in returned.info:
+            raise RuntimeError(returned.info)
+        return {"rewards": returned.info["rewards"], "metrics": returned.metrics}
+
+
+async def test_it_passes_the_conformance_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = OutsideEnvironment.model_validate(word_environment())
+
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[Adapter]:
+        async with opened_environment_host(settings, (str(DATA),)) as host:
+            yield Adapter(host)
+
+    await check_environment_runs(
+        opened, row={"metadata": row().metadata}, replies=["lamp"], other=["chairs"], left=work_folders
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from kestrl_rollout.hosts.command import CommandHost
 from kestrl_rollout.hosts.environment import FIELD, EnvironmentLoop
 from kestrl_rollout.hosts.host import Host
 from kestrl_rollout.hosts.inside import host_program
+from kestrl_rollout.hosts.inside.verifiers_host import remove_unused, work_root
 from kestrl_rollout.hosts.loop import HostLoop
 from kestrl_rollout.hosts.pods import PodsHost
 from kestrl_rollout.hosts.process import ProcessHost
@@ -80,10 +82,10 @@ async def _running(host: ProcessHost) -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def opened_environment(
+async def opened_environment_host(
     environment: OutsideEnvironment, python_path: Sequence[str]
-) -> AsyncGenerator[EnvironmentLoop]:
-    """The loop of an environment that runs its episodes itself, while the context is open.
+) -> AsyncGenerator[ProcessHost]:
+    """The host of an environment that runs its episodes itself, while the context is open.
 
     Raises:
         UserInputError: The environment cannot be loaded.
@@ -103,8 +105,11 @@ async def opened_environment(
         starts=True,
         start_seconds=environment.start_seconds,
     )
-    async with _running(host):
-        yield EnvironmentLoop(host, environment)
+    try:
+        async with _running(host):
+            yield host
+    finally:
+        await asyncio.to_thread(remove_unused, work_root())  # the host was killed, and left its own
 
 
 @asynccontextmanager
@@ -116,9 +121,9 @@ async def with_outside(loops: Loops, settings: RolloutSettings) -> AsyncGenerato
     """
     agent, python_path = settings.outside, settings.python_path
     if settings.environment is not None:
-        async with opened_environment(settings.environment, python_path) as environment:
+        async with opened_environment_host(settings.environment, python_path) as environment_host:
             outside = LoadedLoop(
-                run=environment.run,
+                run=EnvironmentLoop(environment_host, settings.environment).run,
                 name=settings.environment.taskset,
                 field=FIELD,
                 built_in=True,

@@ -9,6 +9,7 @@ tokenises itself would render a second time.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import itertools
 import json
@@ -17,8 +18,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 LONGEST_PATH = 80
@@ -28,6 +31,64 @@ POLL_SECONDS = 0.1
 SERVER_ENDED = 70
 """Exit status if the server ends by itself."""
 MAX_TEXT = 500
+MOST_REMOVED = 64
+"""Work folders of ended hosts that are removed at a time, so that a start waits for no more."""
+LOCK = "lock"
+
+
+def work_root() -> Path:
+    """Where hosts have their work folders."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a name, in a container
+        home = Path(tempfile.gettempdir())
+    return home / ".cache" / "kestrl" / "verifiers"
+
+
+def remove_unused(root: Path) -> None:
+    """Removes work folders of hosts that have ended: a host is killed, so that it leaves its own."""
+    if root.is_dir():
+        with _locked(root):
+            _remove_unlocked(root)
+
+
+def work_folder(root: Path) -> tuple[Path, int]:
+    """A new work folder, and the descriptor of its lock, which ends with this process. Those of ended hosts are
+    removed.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):  # nobody finds the folder before it is locked itself
+        _remove_unlocked(root)
+        folder = Path(tempfile.mkdtemp(prefix="host-", dir=root))
+        return folder, _lock(folder, fcntl.LOCK_EX)
+
+
+def _remove_unlocked(root: Path) -> None:
+    for folder in itertools.islice(root.glob("host-*"), MOST_REMOVED):
+        with suppress(OSError):  # it is in use, or of another user
+            lock = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path, operation: int) -> int:
+    """Locks a folder by a file in it, which works over NFS too; the descriptor. Raises OSError."""
+    descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def _locked(root: Path) -> Generator[None]:
+    descriptor = _lock(root, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def digest(task: Any) -> str:
@@ -58,12 +119,16 @@ class VerifiersHost:
         self._environment, self._sessions = environment, sessions
         self._keys = itertools.count()
         self._client: Any = None
+        self._lock = -1
         self._server: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Loads the environment and starts its server."""
         serve: Any = import_module("verifiers.v1.serve")
         loaders: Any = import_module("verifiers.v1.utils.loaders")
+        # Programs of episodes work below verifiers' cache, from where nobody would remove what a kill leaves.
+        runtime: Any = import_module("verifiers.v1.runtimes.subprocess")
+        runtime.CACHE_DIR, self._lock = work_folder(work_root())
         config = loaders.resolve_env_config(self._environment)
         long = len(tempfile.gettempdir()) > LONGEST_PATH
         folder = tempfile.mkdtemp(prefix="kestrl-vf-", dir=SHORT_FOLDER if long else None)  # only this user can open it

@@ -124,6 +124,15 @@ class ObjectEpisodeStore(EpisodeStore):
     def read(self, purpose: Purpose, step: int) -> EpisodeBatch:
         return self._read(purpose, step, None)
 
+    def group(self, purpose: Purpose, step: int, place: int) -> StoredGroup | None:
+        """One group by its place in the batch; None if the batch has fewer. Raises as `read` does."""
+        file = self.table(purpose, step)
+        if file is None:
+            return next(iter(self._read_old(purpose, step).stored[place : place + 1]), None)
+        groups = file.read(["group_index"]).column("group_index").to_pylist()
+        rows = file.rows([row for row, group in enumerate(groups) if group == place])
+        return next(iter(self._decoded(rows, purpose, step)), None)
+
     def select(self, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
         """As the protocol's; transfers only the rows of groups with an episode that the filter may match."""
         for purpose in Purpose if chosen.purpose is None else (chosen.purpose,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -206,6 +206,16 @@ class ObjectStore:
         """Reads some bytes of an object. Raises as `get` does."""
         try:
             return bytes(obstore.get_range(self._store, path, start=start, length=length))
+        except FileNotFoundError as error:
+            raise self._missing(path, error) from error
+        except (BaseError, OSError) as error:
+            raise self._refused("read", path, error) from error
+
+    def get_ranges(self, path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Reads the bytes from the first to before the last of each pair, with few requests. Raises as `get` does."""
+        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        try:
+            return [bytes(each) for each in obstore.get_ranges(self._store, path, starts=starts, ends=ends)]
         except FileNotFoundError as error:
             raise self._missing(path, error) from error
         except (BaseError, OSError) as error:

@@ -60,6 +60,7 @@ def _check_missing(store: ObjectStore) -> None:
         _code(lambda: store.get(absent)),
         _code(lambda: store.size(absent)),
         _code(lambda: store.get_range(absent, 0, 1)),
+        _code(lambda: store.get_ranges(absent, [(0, 1)])),
     ):
         assert code == "not_found", "reading a missing object is `not_found`"
     store.delete("folder/none")  # no error
@@ -82,6 +83,9 @@ def _check_contents(store: ObjectStore, make: Callable[[], ObjectStore]) -> None
     middle = slice(LARGE // 2 + 5, LARGE // 2 + 1005)
     part = store.get_range("large", middle.start, 1000)
     assert part == contents["large"][middle], "a range of an object is these bytes and no others"
+    spans = [(middle.start, middle.stop), (0, 3), (LARGE - 2, LARGE)]
+    parts = [contents["large"][begin:end] for begin, end in spans]
+    assert store.get_ranges("large", spans) == parts, "ranges of an object come in the order that was asked for"
     store.put("empty", b"new")
     assert make().get("empty") == b"new", "an object that is written again has the new content"
     store.delete("empty")

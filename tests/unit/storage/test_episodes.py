@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow
 import pytest
@@ -195,13 +197,45 @@ def test_one_episode_is_read_without_the_rows_of_others(store: ObjectStore, monk
     episodes = ObjectEpisodeStore(store)
     episodes.append(EpisodeBatch.evaluation(0, groups))
     whole, sizes = store.size("episodes/eval/step=000000.parquet"), list[int]()
-    get_range = store.get_range
-    monkeypatch.setattr(
-        store, "get_range", lambda path, start, length: (sizes.append(length), get_range(path, start, length))[1]
-    )
+    for name in ("get_range", "get_ranges"):
+        read = getattr(store, name)
+
+        def counted(*arguments: Any, read: Any = read) -> Any:
+            content = read(*arguments)
+            sizes.append(sum(map(len, content)) if isinstance(content, list) else len(content))
+            return content
+
+        monkeypatch.setattr(store, name, counted)
     (found,) = episodes.select(EpisodeFilter(id=f"g{ROW_GROUP}/0"))
     assert found.episode.rows == groups[ROW_GROUP].episodes[0].rows
     assert sum(sizes) < whole / 2
+
+
+def test_pyarrow_reads_in_the_calling_thread_with_few_requests(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of pyarrow that lets go of a Python object while the interpreter ends aborts the process."""
+    episodes = ObjectEpisodeStore(store)
+    episodes.append(EpisodeBatch.evaluation(0, [numbered(number) for number in range(3 * ROW_GROUP)]))
+    threads = list[int]()
+    for name in ("get_range", "get_ranges"):
+        read = getattr(store, name)
+        monkeypatch.setattr(
+            store, name, lambda *arguments, read=read: (threads.append(threading.get_ident()), read(*arguments))[1]
+        )
+    file = episodes.table(Purpose.EVALUATION, 0)
+    assert file is not None
+    opened = len(threads)
+    assert file.read(["episode", "reward", "messages"]).num_rows == 3 * ROW_GROUP
+    assert len(threads) - opened == 1, "the columns of all row groups"
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_a_group_is_read_by_its_place(store: ObjectStore) -> None:
+    episodes, groups = ObjectEpisodeStore(store), [numbered(number) for number in range(3)]
+    episodes.append(EpisodeBatch.evaluation(0, groups))
+    batch = episodes.read(Purpose.EVALUATION, 0)
+    assert [episodes.group(Purpose.EVALUATION, 0, place) for place in range(4)] == [*batch.stored, None]
 
 
 def numbered(number: int) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,20 @@ class Whole(ObjectStore):
         return self.get(path)
 
 
+class Sorted(ObjectStore):
+    """Answers ranges by their place in the object."""
+
+    def get_ranges(self, path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        return super().get_ranges(path, sorted(spans))
+
+
 @pytest.mark.parametrize(
     ("kind", "property_"),
     [
         (Overwriting, "not created again"),
         (Flat, "a folder lists its own objects"),
         (Whole, "these bytes and no others"),
+        (Sorted, "in the order that was asked for"),
     ],
 )
 def test_the_suite_names_what_does_not_hold(tmp_path: Path, kind: type[ObjectStore], property_: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kestrl.episode import Group, Purpose
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import ObjectStore
-from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode
+from kestrl.storage.episodes import DAMAGED, EpisodeFilter, ObjectEpisodeStore, StoredEpisode, StoredGroup
 from kestrl.storage.table.encoding import table_of
 
 
@@ -27,6 +27,14 @@ def stored_episodes(store: ObjectStore, chosen: EpisodeFilter) -> Iterator[Store
     """
     try:
         yield from ObjectEpisodeStore(store).select(chosen)
+    except StorageError as error:
+        raise UserInputError(str(error)) if error.code == DAMAGED else error from error
+
+
+def stored_group(store: ObjectStore, batch: Batch, place: int) -> StoredGroup | None:
+    """One group of a batch by its place; None if the batch has fewer. Raises as `stored_episodes` does."""
+    try:
+        return ObjectEpisodeStore(store).group(*batch, place)
     except StorageError as error:
         raise UserInputError(str(error)) if error.code == DAMAGED else error from error
 

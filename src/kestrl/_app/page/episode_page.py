@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from kestrl._app.episodes.decoding import decoded, tokenizer_of
 from kestrl._app.episodes.difference import best_sibling
-from kestrl._app.episodes.labels import read_labels
 from kestrl._app.episodes.places import EpisodePlace
-from kestrl._app.episodes.reading import Batch, batch_table, stored_episodes
+from kestrl._app.episodes.reading import Batch, batch_table
 from kestrl._app.episodes.tokens import TokenFacts, row_tokens
 from kestrl._app.episodes.verdict import verdict_of
 from kestrl._app.page.addresses import digest
 from kestrl._app.page.conversation import aligned, difference_place, exchanges
+from kestrl._app.page.reader import EpisodeReader
 from kestrl.episode import Episode
 from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore
-from kestrl.storage.episodes import EpisodeFilter, ObjectEpisodeStore, StoredEpisode
+from kestrl.storage.episodes import ObjectEpisodeStore, StoredEpisode
 
-LOOKED_BACK = 100
-"""Earlier steps that are searched for the scenario."""
 SHOWN_TOKENS = 500
 """Tokens of a page."""
 
@@ -42,41 +39,16 @@ class EpisodeAddress:
         names = batch_table(store, self.batch, ["episode"]).column("episode").to_pylist()
         return next((name for name in names if name is not None and digest(name) == self.digest), None)
 
-    def read(self, store: ObjectStore) -> StoredEpisode | None:
-        """The episode with its group; None if there is none."""
-        name = self.id_in(store)
-        return None if name is None else _read(store, self.batch, EpisodeFilter(id=name))
 
-
-def _read(store: ObjectStore, batch: Batch, chosen: EpisodeFilter) -> StoredEpisode | None:
-    within = EpisodeFilter(purpose=batch.purpose, step=batch.step, id=chosen.id, scenario=chosen.scenario)
-    every = list(stored_episodes(store, within))
-    return max(every, key=_earned, default=None)
-
-
-def _earned(stored: StoredEpisode) -> float:
-    return float("-inf") if stored.episode.reward is None else stored.episode.reward
-
-
-def earlier_attempt(store: ObjectStore, stored: StoredEpisode) -> StoredEpisode | None:
-    """The best attempt at the same scenario in the nearest earlier step that has one."""
-    steps = [step for step in ObjectEpisodeStore(store).steps(stored.purpose) if step < stored.step]
-    for step in islice(reversed(steps), LOOKED_BACK):
-        attempt = _read(store, Batch(stored.purpose, step), EpisodeFilter(scenario=stored.episode.scenario_id))
-        if attempt is not None:
-            return attempt
-    return None
-
-
-def episode_facts(store: ObjectStore, named: EpisodeAddress, *, earlier: bool) -> dict[str, Any] | None:
+def episode_facts(reader: EpisodeReader, named: EpisodeAddress, *, earlier: bool) -> dict[str, Any] | None:
     """An episode beside the best sibling of its group, or beside an earlier attempt at the scenario; None if there is
     no such episode.
     """
-    stored = named.read(store)
+    stored = reader.read(named.batch, named.digest)
     if stored is None:
         return None
     sibling = best_sibling(stored.episode, stored.group.episodes)
-    before = earlier_attempt(store, stored) if earlier or sibling is None else None
+    before = reader.earlier(stored) if earlier or sibling is None else None
     beside, batch = (before.episode, Batch(before.purpose, before.step)) if before else (sibling, named.batch)
     prompt = len(stored.group.scenario.messages)
     left, right = exchanges(stored.episode, prompt), () if beside is None else exchanges(beside, prompt)
@@ -94,7 +66,7 @@ def episode_facts(store: ObjectStore, named: EpisodeAddress, *, earlier: bool) -
         "beside_batch": batch,
         "beside_words": _beside_words(stored, beside, before),
         "earlier": earlier,
-        "label": read_labels(store).get(stored.episode.id),
+        "label": reader.labels.get(stored.episode.id),
         "previous": names[place - 1] if place else None,
         "next": names[place + 1] if place + 1 < len(names) else None,
     }
@@ -108,7 +80,7 @@ def _beside_words(stored: StoredEpisode, beside: Episode | None, before: StoredE
 
 def token_facts(place: EpisodePlace, named: EpisodeAddress, row: int, begin: int) -> dict[str, Any] | None:
     """A page of tokens of one row; None if there is no such episode or row."""
-    stored = named.read(place.store)
+    stored = EpisodeReader(place.store).read(named.batch, named.digest)
     if stored is None or not 0 <= row < max(1, len(stored.episode.rows)):
         return None
     rows = row_tokens(stored.episode, stored.stored.tokens.get(stored.episode.id))

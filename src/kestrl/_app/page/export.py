@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kestrl._app.episodes.places import EpisodePlace
 from kestrl._app.page.addresses import ASSETS, Link, file_link, file_of
-from kestrl._app.page.library import Library
+from kestrl._app.page.library import MOST_RUNS, Library, RunFacts
 from kestrl._app.page.pages import Manner, Pages
+from kestrl._app.page.reader import EpisodeReader
 from kestrl._app.page.rendering import FILES
 from kestrl.errors import PlaceError, UserInputError
 
 MOST_PAGES = 20_000
 """Pages of an exported folder."""
+
+
+class Snapshot(Library):
+    """A library whose runs are looked up once.
+
+    Args:
+        library: The runs.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._names = cache(library.names)
+        self._place, self._facts = lru_cache(MOST_RUNS)(library.place), lru_cache(MOST_RUNS)(library.facts)
+
+    def names(self) -> Sequence[str]:
+        return self._names()
+
+    def place(self, name: str) -> EpisodePlace | None:
+        return self._place(name)
+
+    def facts(self, name: str) -> RunFacts:
+        return self._facts(name)
 
 
 def export_pages(library: Library, folder: Path) -> int:
@@ -34,7 +59,7 @@ def export_pages(library: Library, folder: Path) -> int:
             raise UserInputError(f"--export: {folder} is not empty; name a new folder")
         for name in ASSETS:
             (folder / name).write_bytes((FILES / name).read_bytes())
-        return _write_pages(Pages(library, labels=False), folder)
+        return _write_pages(Pages(Snapshot(library), labels=False, reader_of=cache(EpisodeReader)), folder)
     except OSError as error:
         raise PlaceError(f"--export: {folder} cannot be written: {error.strerror}; name another folder") from error
 

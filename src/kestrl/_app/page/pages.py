@@ -1,4 +1,4 @@
-"""The pages by address. Each is rendered from storage at each request; nothing is kept but points of curves."""
+"""The pages by address. Each is rendered from storage at each request; a server keeps points of curves alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kestrl._app.episodes.reading import Batch
 from kestrl._app.page.addresses import PURPOSES, Link
 from kestrl._app.page.episode_page import EpisodeAddress, episode_facts, token_facts
 from kestrl._app.page.library import Library
+from kestrl._app.page.reader import EpisodeReader
 from kestrl._app.page.rendering import render
 from kestrl._app.page.run_page import run_facts
 from kestrl._app.page.step_page import filtered_facts, step_facts
@@ -42,10 +43,13 @@ class Pages:
     Args:
         library: The runs.
         labels: Whether labels may be written.
+        reader_of: Makes the reader of a run's episodes for a page.
     """
 
-    def __init__(self, library: Library, *, labels: bool) -> None:
-        self._library, self._labels, self._points = library, labels, Points()
+    def __init__(
+        self, library: Library, *, labels: bool, reader_of: Callable[[ObjectStore], EpisodeReader] = EpisodeReader
+    ) -> None:
+        self._library, self._labels, self._points, self._reader_of = library, labels, Points(), reader_of
         self._routes: list[tuple[re.Pattern[str], Callable[[re.Match[str], Query, Manner], str]]] = [
             (re.compile(r"/"), self._runs),
             (re.compile(r"/runs/(?P<run>[^/]+)(?:/until/(?P<until>\d{1,9}))?"), self._run),
@@ -119,7 +123,7 @@ class Pages:
     def _episode(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         del query
         place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        page_facts = episode_facts(place.store, named, earlier=parts["earlier"] is not None)
+        page_facts = episode_facts(self._reader_of(place.store), named, earlier=parts["earlier"] is not None)
         if page_facts is None:
             raise PageNotFound
         labels = self._labels and not manner.static

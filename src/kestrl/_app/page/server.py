@@ -115,6 +115,7 @@ def listener(port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((LOOPBACK, port))
+        listening.listen()  # a browser that is faster than the server waits
     except OSError as error:
         listening.close()
         raise UserInputError(f"--port: {LOOPBACK}:{port} cannot be used: {error.strerror}; name another") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage.objects import ObjectStore
@@ -28,8 +28,13 @@ def file_of(batch: EpisodeBatch, run: str) -> bytes:
     return content
 
 
+Span = tuple[int, int]
+"""First byte of a range, and the one behind its last."""
+
+
 class Ranges(io.RawIOBase):
-    """An object as a file that is read by ranges.
+    """An object as a file that is read by ranges. pyarrow must use it in the calling thread alone: one of its own that
+    lets go of a Python object while the interpreter ends aborts the process.
 
     Args:
         store: The storage.
@@ -41,7 +46,17 @@ class Ranges(io.RawIOBase):
 
     def __init__(self, store: ObjectStore, path: str) -> None:
         super().__init__()
-        self._store, self._path, self._size, self._at = store, path, store.size(path), 0
+        self._store, self._path, self.size, self._at = store, path, store.size(path), 0
+        self._fetched: dict[Span, bytes] = {}
+
+    @contextmanager
+    def fetched(self, spans: Sequence[Span]) -> Generator[None]:
+        """Reads ranges at once, and answers from them until it ends."""
+        self._fetched = dict(zip(spans, self._store.get_ranges(self._path, spans), strict=True)) if spans else {}
+        try:
+            yield
+        finally:
+            self._fetched = {}
 
     def readable(self) -> bool:
         return True
@@ -53,15 +68,19 @@ class Ranges(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self.size - self._at)
         count = left if size < 0 else min(size, left)
-        content = self._store.get_range(self._path, self._at, count) if count else b""
+        content = self._bytes(count) if count else b""
         self._at += len(content)
         return content
+
+    def _bytes(self, count: int) -> bytes:
+        known = self._fetched.get((self._at, self._at + count))
+        return self._store.get_range(self._path, self._at, count) if known is None else known
 
 
 class TableFile:
@@ -78,9 +97,9 @@ class TableFile:
 
     def __init__(self, store: ObjectStore, path: str) -> None:
         self._address = store.address(path)
-        source = Ranges(store, path)
+        self._source = Ranges(store, path)
         with self._damage():
-            self._file = parquet().ParquetFile(arrow().PythonFile(source, mode="r"), pre_buffer=True)
+            self._file = parquet().ParquetFile(arrow().PythonFile(self._source, mode="r"), pre_buffer=False)
             metadata: dict[bytes, bytes] = self._file.schema_arrow.metadata or {}
             version = int(metadata.get(VERSION_KEY, b"0"))
         if version > SCHEMA_VERSION:
@@ -91,24 +110,39 @@ class TableFile:
 
     def read(self, columns: Collection[str] | None = None) -> Any:
         """The Arrow table of all rows, of some columns or of all."""
-        with self._damage():
-            return self._file.read(columns=None if columns is None else list(columns))
+        every = range(self._file.num_row_groups)
+        with self._damage(), self._source.fetched(self._spans(every, columns)):
+            return self._file.read(columns=None if columns is None else list(columns), use_threads=False)
 
     def rows(self, wanted: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """Rows as pyarrow gives them, all or those at ascending places; reads the row groups that hold them."""
+        if wanted is None:
+            return cast("list[dict[str, Any]]", self.read().to_pylist())
         records: list[dict[str, Any]] = []
         begin = 0
-        with self._damage():
-            if wanted is None:
-                records += self._file.read().to_pylist()
-                return records
-            for number in range(self._file.num_row_groups):
-                count = self._file.metadata.row_group(number).num_rows
-                places = [place - begin for place in wanted if begin <= place < begin + count]
-                if places:
-                    records += self._file.read_row_group(number).take(places).to_pylist()
-                begin += count
-            return records
+        for number in range(self._file.num_row_groups):
+            count = self._file.metadata.row_group(number).num_rows
+            places = [place - begin for place in wanted if begin <= place < begin + count]
+            if places:
+                records += self._row_group(number).take(places).to_pylist()
+            begin += count
+        return records
+
+    def _row_group(self, number: int) -> Any:
+        with self._damage(), self._source.fetched(self._spans([number], None)):
+            return self._file.read_row_group(number, use_threads=False)
+
+    def _spans(self, row_groups: Iterable[int], columns: Collection[str] | None) -> list[Span]:
+        """Where the columns of row groups are in the file; not what a damaged footer says, which pyarrow refuses."""
+        spans: list[Span] = []
+        for number in row_groups:
+            group = self._file.metadata.row_group(number)
+            for place in range(group.num_columns):
+                chunk = group.column(place)
+                if columns is None or chunk.path_in_schema.partition(".")[0] in columns:
+                    begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+                    spans.append((begin, begin + chunk.total_compressed_size))
+        return [(begin, end) for begin, end in spans if 0 <= begin < end <= self._source.size]
 
     @contextmanager
     def _damage(self) -> Generator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def test_it_listens_on_the_loopback_and_names_a_port_in_use() -> None:
     with listener(0) as listening:
         host, port = listening.getsockname()
         assert host == "127.0.0.1"
-        listening.listen()
+        with socket.create_connection((host, port)):
+            pass
         with pytest.raises(UserInputError, match=f"127.0.0.1:{port} cannot be used"):
             listener(port)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from tests.fakes.stored_runs import make_group, make_run, store_step
 
 from kestrl._app.episodes.places import find_place
 from kestrl._app.page.addresses import digest, file_of
@@ -18,7 +20,8 @@ from kestrl.runstate.events import StepFinished
 from kestrl.runstate.history import IdleTime, LastStep, StepCounts
 from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import Segment, SegmentHeader
-from kestrl.storage import open_store
+from kestrl.storage import ObjectStore, open_store
+from kestrl.storage.episodes import StoredGroup
 
 Read = Callable[[str], str]
 Click = Callable[[str, str], str]
@@ -160,6 +163,27 @@ def test_a_page_shows_the_next_step_of_a_running_run(read: Read, runs: Path) -> 
 def test_an_address_is_shown_without_the_runs_folder(runs: Path) -> None:
     library = SingleRun("job-1", find_place(runs, (runs / "job-1").as_uri()))
     assert export_pages(library, runs.parent / "out") > 5
+
+
+def test_an_export_opens_a_file_for_each_group_and_not_for_each_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "runs" / "job-1")
+    for step in (1, 2):
+        store_step(run, step, [group_of_eight(f"g{step}-{number}", f"s{number}") for number in range(3)], {})
+    opened, size = list[str](), ObjectStore.size
+    monkeypatch.setattr(ObjectStore, "size", lambda store, path: (opened.append(path), size(store, path))[1])
+    pages = export_pages(RunsFolder(tmp_path / "runs"), tmp_path / "out")
+    assert pages > 2 * 3 * 8
+    assert len(opened) < pages, "six groups, three of them again beside later attempts, and what the steps need"
+
+
+def group_of_eight(name: str, scenario: str) -> StoredGroup:
+    made = make_group(name)
+    first = made.group.episodes[0]
+    episodes = [replace(first, id=f"{name}/{index}", index=index, scenario_id=scenario) for index in range(8)]
+    group = replace(made.group, scenario=replace(made.group.scenario, id=scenario), episodes=episodes)
+    return replace(made, group=group, tokens={})
 
 
 def test_exported_pages_link_to_each_other_and_write_nothing(runs: Path, tmp_path: Path) -> None:

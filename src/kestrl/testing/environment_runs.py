@@ -155,7 +155,7 @@ async def check_environment_runs(
         opened: The running adapter, while the context is open.
         row: The row that is played, with JSON values.
         replies: What the model says, turn by turn: texts, or messages with `tool_calls`. The last one is repeated.
-        other: What it says in an episode beside others; one that earns another reward tells more.
+        other: What it says in an episode beside others; one that earns another reward shows more.
         left: What an adapter leaves while it is closed, such as work folders.
         seconds: Time limit of an episode.
 

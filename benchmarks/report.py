@@ -41,10 +41,14 @@ def main(
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help="small sizes, in a minute or two")
     arguments = parser.parse_args()
-    as_json = arguments.json
     for row in quick() if quick is not None and arguments.quick else measure():
-        if as_json:
-            print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
-        else:
-            beside = f"   {row.ratio:.2f} x {row.against} ({row.reference:.4g})" if row.ratio is not None else ""
-            print(f"{row.name:<58} {row.value:>10.4g} {row.unit}{beside}", flush=True)
+        print_row(row, as_json=arguments.json)
+
+
+def print_row(row: Row, *, as_json: bool) -> None:
+    """Prints a row."""
+    if as_json:
+        print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
+        return
+    beside = f"   {row.ratio:.2f} x {row.against} ({row.reference:.4g})" if row.ratio is not None else ""
+    print(f"{row.name:<58} {row.value:>10.4g} {row.unit}{beside}", flush=True)

@@ -17,6 +17,7 @@ ENVIRONMENTS = {
     "openai-agents": ["openai-agents>=0.24,<1"],
     "pydantic-ai": ["pydantic-ai-slim[openai,anthropic]>=2.68,<3"],
     "litellm": ["litellm>=1.80,<2"],
+    "smolagents": ["smolagents[openai]>=1.26,<2"],
     "verifiers": ["verifiers>=0.4,<0.5", "docstring-parser>=0.16", "jsonschema-rs>=0.33"],
     "readers": ["datasets>=5.2,<6", "pandas>=3.1,<4", "polars>=2.1,<3", "pyarrow>=24"],
 }

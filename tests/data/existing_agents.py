@@ -17,6 +17,7 @@ MODULES = {
     "openai2": ["openai"],
     "openai3": ["openai"],
     "litellm": ["litellm"],
+    "smolagents": ["smolagents"],
     "langgraph": ["langchain.agents", "langchain_openai", "langchain_anthropic"],
     "openai-agents": ["agents"],
     "pydantic-ai": ["pydantic_ai", "pydantic_ai.models.openai", "pydantic_ai.models.anthropic"],
@@ -147,6 +148,24 @@ def litellm() -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
+def smolagents() -> str:
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def count_stock(item: str, n: int = 1) -> str:
+        """Says how many of an item are in stock.
+
+        Args:
+            item: Name of the item.
+            n: How many places to look.
+        """
+        return f"2 {item} in {n} places"
+
+    model = OpenAIServerModel(model_id="policy", api_base=BASE, api_key=KEY)
+    agent = ToolCallingAgent(tools=[count_stock], model=model, max_steps=3, verbosity_level=0)
+    return str(agent.run(QUESTION))
+
+
 CASES = {
     "openai2": lambda: bare(False),
     "openai2-stream": lambda: bare(True),
@@ -165,6 +184,7 @@ CASES = {
     "pydantic-ai-responses": lambda: pydantic_ai("responses"),
     "pydantic-ai-anthropic": lambda: pydantic_ai("anthropic"),
     "litellm": litellm,
+    "smolagents": smolagents,
 }
 
 if __name__ == "__main__":

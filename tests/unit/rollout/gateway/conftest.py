@@ -34,11 +34,12 @@ async def served(make_stage: Any, make_file: Callable[[str, str], str]) -> Calla
 
     @asynccontextmanager
     async def serve(
-        *, folder: Any = None, **changes: Any
+        *, folder: Any = None, settings: Any = None, **changes: Any
     ) -> AsyncIterator[tuple[Any, Endpoint, Callable[[], Awaitable[Episode]]]]:
-        if folder not in stages:
-            stages[folder] = await make_stage(agent=f"{name}:agent", folder=folder)
-        running = asyncio.create_task(stages[folder].episode(**changes))
+        key = (folder, repr(settings))
+        if key not in stages:
+            stages[key] = await make_stage(agent=f"{name}:agent", folder=folder, **(settings or {}))
+        running = asyncio.create_task(stages[key].episode(**changes))
         endpoint, done = await importlib.import_module(name).opened.get()
 
         async def end() -> Episode:
@@ -46,7 +47,7 @@ async def served(make_stage: Any, make_file: Callable[[str, str], str]) -> Calla
             return await running
 
         try:
-            yield stages[folder], endpoint, end
+            yield stages[key], endpoint, end
         finally:
             await end()
 

@@ -14,7 +14,7 @@ import pytest
 
 PROGRAM = Path(__file__).parents[3] / "data" / "existing_agents.py"
 ENVIRONMENTS = "KESTRL_CLIENT_ENVIRONMENTS"
-NAMES = ("openai-agents", "pydantic-ai", "langgraph", "openai2", "openai3", "litellm")
+NAMES = ("openai-agents", "pydantic-ai", "langgraph", "openai2", "openai3", "litellm", "smolagents")
 CASES = (
     *("openai2", "openai2-stream", "openai3", "openai3-stream", "litellm"),
     *("langgraph", "langgraph-stream", "langgraph-responses", "langgraph-anthropic"),
@@ -75,3 +75,18 @@ async def test_an_agent_makes_one_row(served: Any, call_text: Any, case: str) ->
         assert [turn.row for turn in episode.turns] == [0, 0]
         assert [name for name in episode.metrics if name.startswith("forks.")] == []
         assert "stock" in episode.messages[-2]["content"] or episode.messages[-2]["content"] == "2"
+
+
+async def test_smolagents_writes_its_history_anew(served: Any, call_text: Any) -> None:
+    """Each of its calls begins a row, with its reason: it sends turns back as text."""
+    sizes = {"settings": {"context_length": 65_536}, "sampling": {"max_tokens": 2000}}
+    async with ready("smolagents") as process, served(**sizes) as (stage, endpoint, end):
+        calls = call_text("count_stock", item="lamp", n=2), call_text("count_stock", item="lamp")
+        stage.says(*calls, call_text("final_answer", answer="There are 2."))
+        assert await answer(process, endpoint) == "There are 2."
+        episode = await end()
+        assert episode.failure is None
+        assert len(episode.rows) == len(episode.turns) == 3
+        assert episode.metrics["forks.edited_assistant"] == 2
+        assert episode.metrics["asked_not_forced.tool_choice"] == 3
+        assert episode.metrics["rewrites_history"] == 1

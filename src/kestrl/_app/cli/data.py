@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,6 +158,34 @@ def verifiers(
     python = interpreter_of(environment, field="--package")
     listing = {"taskset": taskset, "settings": settings["taskset"], "size": size}
     rows = listed_rows(str(python), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
+    write_rows(out, rows)
+    typer.echo(f"{out}: {len(rows)} rows")
+
+
+@data.command("openenv")
+def openenv(
+    server: Annotated[
+        str,
+        typer.Argument(
+            help="URL of a running server, or import path of its application, such as guess_env:app.",
+            show_default=False,
+        ),
+    ],
+    out: Out,
+    split: Annotated[str | None, typer.Option(help="Name of the split. Default: train, or the only one.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Number of tasks, the first ones. Default: all.")] = None,
+    package: Annotated[
+        list[str] | None,
+        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
+    ] = None,
+) -> None:
+    """List tasks that a server of OpenEnv offers as rows, each with its digest."""
+    running = server.startswith(("http://", "https://"))
+    environment = _environment("openenv", {"url" if running else "app": server}, package or [])
+    assert environment.openenv is not None
+    python = sys.executable if running else interpreter_of(environment, field="--package")
+    listing = {"openenv": environment.openenv.model_dump(), "split": split, "size": size}
+    rows = listed_rows(str(python), listing, field=f"SERVER {server}", python_path=(Path.cwd(),))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 

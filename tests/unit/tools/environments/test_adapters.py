@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 from websockets.http11 import Request, Response
 from websockets.sync.server import ServerConnection, serve
 
+from kestrl._app.cli.main import app
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.testing.environments import check_environment
 from kestrl.tools import ToolError
+from kestrl_tools.environments import openenv_tasks
 from kestrl_tools.environments.openenv import OpenEnv
 from kestrl_tools.environments.reasoning_gym import ReasoningGym, rows
 
@@ -68,6 +74,89 @@ def test_a_task_of_another_version_is_refused() -> None:
 def test_a_generator_that_does_not_fit_is_refused_at_the_start(generator: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UserInputError, match=r"^reasoningGym: "):
         ReasoningGym.start_service(generator, settings)
+
+
+def words_api(tasks: list[dict[str, Any]]) -> Callable[[str, str, Any], Any]:
+    """The Task API of a server with one split: what a route answers."""
+
+    def answer(method: str, path: str, body: Any) -> Any:
+        match method, path:
+            case "GET", "/list_environments":
+                return ["WordEnvironment"]
+            case "GET", "/WordEnvironment/splits":
+                return [{"name": "words", "type": "validation"}]
+            case "POST", "/WordEnvironment/num_tasks":
+                return {"num_tasks": len(tasks)}
+            case "POST", "/WordEnvironment/task_range":
+                return {"tasks": tasks[body["start"] : body["stop"]]}
+            case "POST", "/WordEnvironment/task":
+                return {"task": tasks[body["index"]]}
+            case "GET", "/schema":
+                return SCHEMA
+            case _:
+                return None
+
+    return answer
+
+
+@contextmanager
+def http_server(answer: Callable[[str, str, Any], Any]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", "0")))
+            content = answer(self.command, self.path, json.loads(body) if body else None)
+            self.send_response(HTTPStatus.NOT_IMPLEMENTED if content is None else HTTPStatus.OK)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        do_POST = do_GET  # noqa: N815 - as the standard library names it
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as above
+            """Writes no log."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}"
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def test_tasks_of_a_server_of_openenv_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrl_tools.environments.openenv_tasks.PAGE", 2)
+    tasks: list[dict[str, Any]] = [{"word": word} for word in ("lamp", "chair", "table")]
+    with http_server(words_api(tasks)) as url:
+        listed = list(openenv_tasks.rows(url, split=None, size=None))
+        assert [row["id"] for row in listed] == ["words-0", "words-1", "words-2"]
+        assert listed[2]["reset"] == {"split": "words", "index": 2}
+        assert [row["task"] for row in listed] == tasks
+        assert len(list(openenv_tasks.rows(url, split="words", size=1))) == 1
+        with pytest.raises(ValueError, match="has no split test; its splits: words"):
+            list(openenv_tasks.rows(url, split="test", size=None))
+        out = tmp_path / "rows.jsonl"
+        written = CliRunner().invoke(app, ["data", "openenv", url, "--out", str(out), "--size", "2"])
+        assert written.exit_code == 0, written.output
+        assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["words-0", "words-1"]
+        OpenEnv.start_service(url, None)
+        tasks[1] = {"word": "stool"}
+        row = {name: listed[1][name] for name in ("reset", "digest")}
+        with pytest.raises(ToolFailure, match="task 1 of words is another one than when the row was written") as caught:
+            OpenEnv(url, None).reset(**row)
+        assert caught.value.code == "tool_row_changed"
+
+
+def test_a_server_of_openenv_without_tasks_is_refused(tmp_path: Path) -> None:
+    def answer(method: str, path: str, body: Any) -> Any:
+        return {"/list_environments": ["Echo"], "/schema": SCHEMA}.get(path)
+
+    out = tmp_path / "rows.jsonl"
+    with http_server(answer) as url:
+        refused = CliRunner().invoke(app, ["data", "openenv", url, "--out", str(out)])
+    assert isinstance(refused.exception, UserInputError)
+    assert "its tasks cannot be listed: the server offers no tasks" in str(refused.exception)
+    assert not out.exists()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """`python -m kestrl_tools.environments.listing --out FILE`: lists tasks as rows.
 
 Runs in the interpreter of the environment. Its standard input is a JSON object: settings and size, with the generator
-of reasoning-gym and its seed, or the task set of verifiers.
+of reasoning-gym and its seed, the task set of verifiers, or the server of OpenEnv and its split.
 What is wrong with it is one line on the standard error, with exit status 2.
 """
 
@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kestrl_tools.environments import reasoning_gym, verifiers_tasks
+from kestrl.errors import UserInputError
+from kestrl_tools.environments import openenv_tasks, reasoning_gym, verifiers_tasks
+from kestrl_tools.environments.openenv import OpenEnv
 
 
 def main() -> int:
@@ -25,7 +27,7 @@ def main() -> int:
     request = json.load(sys.stdin)
     try:
         listed = list(_rows(request))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UserInputError) as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)  # noqa: T201 - read by the command
         return 2
@@ -34,10 +36,21 @@ def main() -> int:
 
 
 def _rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if "openenv" in request:
+        return _of_server(**request["openenv"], split=request["split"], size=request["size"])
     settings, size = request["settings"], request["size"]
     if "taskset" in request:
         return verifiers_tasks.rows(request["taskset"], settings, size=size)
     return reasoning_gym.rows(request["generator"], settings, seed=request["seed"], size=size)
+
+
+def _of_server(url: str | None, app: str | None, *, split: str | None, size: int | None) -> Iterator[dict[str, Any]]:
+    """Tasks of a running server, or of one that runs as long as it lists them."""
+    OpenEnv.start_service(url, app)
+    try:
+        yield from openenv_tasks.rows(OpenEnv.address(), split=split, size=size)
+    finally:
+        OpenEnv.stop_service()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import IO, Any, ClassVar, cast
 
 from kestrl.errors import Boundary, ToolFailure, UserInputError
 from kestrl.tools import ToolError, ToolResult
+from kestrl_tools.environments import openenv_tasks
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 540.0
@@ -44,6 +45,7 @@ class OpenEnv:
 
     _url: ClassVar[str] = ""
     _schema: ClassVar[Mapping[str, Any]] = {}
+    _server: ClassVar[subprocess.Popen[bytes] | None] = None
 
     def __init__(self, url: str | None, app: str | None) -> None:
         del url, app  # `start_service` has used them
@@ -75,19 +77,34 @@ class OpenEnv:
             )
             url = f"http://{LOOPBACK}:{port}"
         assert url is not None
-        cls._url = url.rstrip("/")
+        cls._url, cls._server = url.rstrip("/"), process
         cls._schema = _awaited_schema(cls._url, process, log)
 
-    def reset(self, prompt: Any = None, reset: Mapping[str, Any] | None = None) -> str:
+    @classmethod
+    def stop_service(cls) -> None:
+        """Ends the server that was started."""
+        if cls._server is not None:
+            cls._server.kill()
+            cls._server.wait()
+
+    @classmethod
+    def address(cls) -> str:
+        """URL of the server."""
+        return cls._url
+
+    def reset(self, prompt: Any = None, reset: Mapping[str, Any] | None = None, digest: str | None = None) -> str:
         """Begins the episode; what the environment shows first.
 
         Args:
             prompt: Prompt of the row; without one, the form of an action is said too.
             reset: Arguments of the server's reset, such as `{"seed": 1}`.
+            digest: That of the task with the `split` and `index` of `reset`, as `kestrl data openenv` writes it.
         """
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
+        if digest is not None and reset is not None and "index" in reset:
+            _check_task(self._url, reset, digest)
         address = f"ws{self._url.removeprefix('http')}/ws"
         try:
             connecting = connect(address, max_size=LARGEST_MESSAGE, open_timeout=REQUEST_SECONDS, proxy=None)
@@ -163,6 +180,20 @@ class OpenEnv:
             for name, part in fields.items()
         }
         return f"Answer with one JSON object and nothing else. Its fields: {json.dumps(shown, ensure_ascii=False)}"
+
+
+def _check_task(url: str, reset: Mapping[str, Any], digest: str) -> None:
+    """Raises ToolFailure if the server has another task than when the row was written."""
+    try:
+        task = openenv_tasks.task(url, reset["split"], reset["index"])
+    except (ValueError, KeyError) as error:
+        raise _lost(f"the task of the row was not found: {error}") from error
+    if openenv_tasks.task_digest(task) != digest:
+        raise ToolFailure(
+            f"task {reset['index']} of {reset['split']} is another one than when the row was written; write the rows "
+            "again with kestrl data openenv",
+            code="tool_row_changed",
+        )
 
 
 def _fields(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -33,6 +33,13 @@ def check_environment(
     manifest: Manifest,
     set_: Overrides = None,
     rows: Annotated[int, typer.Option(min=1, max=1000, help="Rows that are played, the first ones.")] = 8,
+    report: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Report that counts too, several times: the folder of vf-validate, or the file of openenv "
+            "validate --output."
+        ),
+    ] = None,
 ) -> None:
     """Play rows without a model: the solution earns the most, doing nothing the least, and the same play the same.
 
@@ -40,7 +47,7 @@ def check_environment(
     """
     job = read_job(manifest, set_ or ())
     with TemporaryDirectory() as cache:
-        found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows)
+        found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows, reports=report or ())
     for warning in found.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
     for problem in found.problems:

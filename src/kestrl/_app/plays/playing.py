@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import interpreter_of, planned_settings
+from kestrl._app.plays.reports import read_report
 from kestrl._app.plays.verdict import Verdict, verdict
 from kestrl._shared.checking import PlayedCheck, PlaysCheck, Report, ask
 from kestrl._shared.plan.components import Role
@@ -22,26 +24,32 @@ PLAYS = 8
 """Plays of a row, each of which has several calls."""
 
 
-def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int) -> Verdict:
-    """What plays of the first training rows say.
+def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports: Sequence[Path] = ()) -> Verdict:
+    """What plays of the first training rows say, and the reports of other checks.
 
     Args:
         job: The job.
         base: Folder of the manifest.
         cache_dir: Folder for generated data.
         rows: Rows that are played.
+        reports: Reports of vf-validate and of `openenv validate`.
 
     Raises:
-        UserInputError: Data, tools, environment or rewards cannot be loaded, or the environment runs its episodes
-            itself.
+        UserInputError: Data, tools, environment, rewards or a report cannot be loaded, or the environment runs its
+            episodes itself and there is no report of it.
     """
     spec = job.spec
+    reported = Verdict()
+    for path in reports:
+        reported.add(read_report(path))
     train, environment = spec.data.train, spec.environment
     if environment is not None and environment.owns_loop:
-        raise UserInputError(
-            f"spec.environment.{environment.kind}: runs its episodes itself, and is not played without a model; check "
-            "its task set with vf-validate"
-        )
+        if not reports:
+            raise UserInputError(
+                f"spec.environment.{environment.kind}: runs its episodes itself, and is not played without a model; "
+                "check its task set with vf-validate, and name its folder with --report"
+            )
+        return reported
     path = locate_data(
         train.uri, size=train.size, base=base, seed=spec.data.seed, cache_dir=cache_dir, field="spec.data.train.uri"
     )
@@ -68,6 +76,7 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int) -> Verd
     if scores["left_out"]:
         names = ", ".join(scores["left_out"])
         plays_verdict.warnings.append(f"spec.rewards: {names} ask a judge model and were left out")
+    plays_verdict.add(reported)
     return plays_verdict
 
 

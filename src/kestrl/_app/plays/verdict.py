@@ -30,6 +30,11 @@ class Verdict:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """Lowest and highest reward of each kind of play."""
 
+    def add(self, other: Verdict) -> None:
+        """Adds the findings of another check."""
+        self.problems += other.problems
+        self.warnings += other.warnings
+
     @property
     def summary(self) -> str:
         """The rewards of each kind, for a person."""
@@ -55,15 +60,15 @@ def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, S
         for name, several in row.items():
             for reason in dict.fromkeys(each for each in several if isinstance(each, str)):
                 failed.setdefault(f"{WORDS[name]} has no reward: {reason}", []).append(place)
-    judgement.problems += _named(failed)
+    judgement.problems += named(failed)
     for name in WORDS:
         earned = [each for row in rewards for each in row.get(name, ())]
         if earned:
             judgement.ranges[name] = (min(earned), max(earned))
-    judgement.problems += _named(_differing(played, rewards))
+    judgement.problems += named(_differing(played, rewards))
     judgement.problems += _order(places, rewards)
     judgement.problems += _constant(judgement.ranges)
-    judgement.warnings += _named(_leaks(played))
+    judgement.warnings += named(_leaks(played))
     if not failed and SOLUTION not in judgement.ranges:
         judgement.warnings.append("no row has a solution, so that only doing nothing and a wrong answer were played")
     return judgement
@@ -105,7 +110,7 @@ def _order(places: Sequence[str], rewards: Sequence[Mapping[str, Sequence[float]
             found.setdefault("a wrong answer earns as much as the solution", []).append(place)
         if solution and highest is not None and min(solution) < highest - TOLERANCE:
             found.setdefault(f"the solution does not earn the maximum, which is {highest:g}", []).append(place)
-    yield from _named(found)
+    yield from named(found)
 
 
 def _constant(ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
@@ -128,7 +133,7 @@ def _leaks(played: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return found
 
 
-def _named(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def named(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Findings with the rows in which they are."""
     for what, places in found.items():
         more = len(places) - MOST_NAMED

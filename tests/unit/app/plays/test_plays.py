@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from kestrl._app.plays.playing import plays_of
 from kestrl._app.plays.verdict import Verdict
 from kestrl._shared.spec import parse_job
 from kestrl._shared.spec.environments import Environment
+from kestrl.errors import UserInputError
 
 PLANTED = Path(__file__).with_name("planted.py").read_text(encoding="utf-8")
+REPORT = Path(__file__).parents[3] / "data" / "reports" / "vf_validate"
 WORDS = ("lamp", "chair")
 Check = Callable[..., Verdict]
 
@@ -30,7 +32,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(playing, "interpreter_of", ours)
     (tmp_path / "planted_plays.py").write_text(PLANTED, encoding="utf-8")
 
-    def run(**spec: Any) -> Verdict:
+    def run(reports: Sequence[Path] = (), **spec: Any) -> Verdict:
         rows = ({"word": word} if "environment" in spec else {"prompt": "?", "answer": word} for word in WORDS)
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         job = parse_job(
@@ -41,7 +43,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
                 "spec": {"model": {"base": "demo://tiny"}, "data": {"train": {"uri": "rows.jsonl"}}, **spec},
             }
         )
-        return plays_of(job, base=tmp_path, cache_dir=tmp_path, rows=8)
+        return plays_of(job, base=tmp_path, cache_dir=tmp_path, rows=8, reports=reports)
 
     return run
 
@@ -57,6 +59,12 @@ def rules(name: str) -> list[dict[str, Any]]:
 def test_a_sound_environment_has_no_finding(check: Check) -> None:
     found = check(environment=environment("Sound"))
     assert (found.problems, found.warnings) == ([], [])
+    assert found.summary == "doing nothing earns 0, a wrong answer earns 0, the solution earns 1"
+
+
+def test_reports_count_beside_plays(check: Check) -> None:
+    found = check(environment=environment("Sound"), reports=[REPORT])
+    assert found.problems == ["doing nothing earns as much as the solution (vf-validate): at task 0, task 1"]
     assert found.summary == "doing nothing earns 0, a wrong answer earns 0, the solution earns 1"
 
 
@@ -104,3 +112,10 @@ def test_a_sound_rule_has_no_finding(check: Check) -> None:
 def test_a_defect_of_a_rule_is_found(check: Check, name: str, problem: str) -> None:
     found = check(rewards=rules(name))
     assert [each for each in found.problems if problem in each], found.problems
+
+
+def test_a_task_set_of_verifiers_is_judged_by_its_report(check: Check) -> None:
+    taskset = {"verifiers": {"taskset": "word-tasks"}}
+    assert len(check(environment=taskset, reports=[REPORT]).problems) == 1
+    with pytest.raises(UserInputError, match=r"^spec\.environment\.verifiers: .*--report"):
+        check(environment=taskset)

@@ -28,7 +28,7 @@ class ExploringDraw:
     logprobs: Sequence[float]
     """Reported by sampling."""
     scores: Sequence[float]
-    """Log-probs of the same tokens by scoring."""
+    """Log-probs of the same tokens, by scoring."""
 
     @property
     def gap(self) -> float:

@@ -58,7 +58,7 @@ async def test_the_learners_end_is_the_runs_end(launcher: Launcher) -> None:
 
 
 async def test_an_end_that_was_asked_for_is_no_error(launcher: Launcher) -> None:
-    """Its shutdown may say what it likes, as long as nothing was wrong before it was asked to end."""
+    """An engine fails in its shutdown, and nothing was wrong before it was asked to end."""
     fails = dedent("""
         import pathlib, signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("psutil met a zombie"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
@@ -26,6 +28,19 @@ PROMPT = tuple(range(20, 50))
 """Token ids of a prompt that every model has."""
 CACHES: Mapping[str, Mapping[str, int]] = {"vllm": {"kv-cache-memory-bytes": 64 * 2**20}}
 """Arguments for a small cache, by engine."""
+SLOTS = 4
+LOG = "engine.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngine:
+    """An engine that was started to be asked."""
+
+    url: str
+    key: str
+    """Credential that grants all routes."""
+    adapter: str
+    """Folder of an adapter for its model."""
 
 
 class EngineCheckError(KestrlError):
@@ -45,26 +60,47 @@ def check_installed(engine: Installed, model: str, work: Path) -> None:
         EngineStartError: It does not start.
         EngineCheckError: It does not conform. The message has the path of its log.
     """
+    with started_engine(engine, model, work) as started:
+        try:
+            check_engine(
+                DIALECTS[engine.record.engine],
+                started.url,
+                base=BASE_MODEL_NAME,
+                adapter=started.adapter,
+                prompt_ids=PROMPT,
+                key=started.key,
+            )
+        except (AssertionError, OSError, ValueError) as error:
+            raise EngineCheckError(f"{engine} does not conform: {error}; its log is {work / LOG}") from error
+    (engine.path / VERIFIED).touch()
+
+
+@contextmanager
+def started_engine(engine: Installed, model: str, work: Path, *, slots: int = SLOTS) -> Generator[StartedEngine]:
+    """Starts an engine with a model, and writes a random adapter for it.
+
+    Args:
+        engine: The engine.
+        model: Folder of a model of Qwen's or Llama's layout.
+        work: Folder for the log and the adapter.
+        slots: Number of adapters that it can hold.
+
+    Raises:
+        UserInputError: The folder has no such model.
+        EngineStartError: It does not start.
+    """
     config = Path(model) / "config.json"
     try:
         write_random_adapter(json.loads(config.read_bytes()), work / "adapter", seed=1)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserInputError(f"--model: {config} does not describe a model of Qwen's or Llama's layout") from error
-    key = secrets.token_urlsafe(16)
-    dialect = DIALECTS[engine.record.engine]
-    component = _component(engine, model, work, free_port())
-    log = work / "engine.log"
-    keys = EngineKeys(data=secrets.token_urlsafe(16), control=key)
-    with in_use(engine.python), running_engine(component, keys, work, log) as served:
-        try:
-            adapter = str(work / "adapter")
-            check_engine(dialect, served.url, base=BASE_MODEL_NAME, adapter=adapter, prompt_ids=PROMPT, key=key)
-        except (AssertionError, OSError, ValueError) as error:
-            raise EngineCheckError(f"{engine} does not conform: {error}; its log is {log}") from error
-    (engine.path / VERIFIED).touch()
+    keys = EngineKeys(data=secrets.token_urlsafe(16), control=secrets.token_urlsafe(16))
+    component = _component(engine, model, work, free_port(), slots)
+    with in_use(engine.python), running_engine(component, keys, work, work / LOG) as served:
+        yield StartedEngine(url=served.url, key=keys.control, adapter=str(work / "adapter"))
 
 
-def _component(engine: Installed, model: str, work: Path, port: int) -> Component:
+def _component(engine: Installed, model: str, work: Path, port: int, slots: int) -> Component:
     """The engine as a job of this model would plan it."""
     write_engine_folder(work / ENGINE_FOLDER)
     job = parse_job(
@@ -80,6 +116,7 @@ def _component(engine: Installed, model: str, work: Path, port: int) -> Componen
                 "inference": {
                     "engine": engine.record.engine,
                     "contextLength": CONTEXT,
+                    "adapterSlots": slots,
                     "accelerator": {"profile": engine.record.device},
                     "args": CACHES.get(engine.record.engine, {}),
                 },

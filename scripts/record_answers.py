@@ -98,7 +98,7 @@ def record(engine: str, folder: Path, *, check: bool) -> Path:
     config = json.loads((Path(model) / "config.json").read_bytes())
     write_random_adapter(config, work / "high", seed=2, rank=64 * RANK)
     with started_engine(chosen, model, work) as started:
-        answers = {
+        answers: dict[str, dict[str, Any]] = {
             name: {"method": request.method, "path": request.path, **ask(started, request)}
             for name, request in requests_of(dialect, started.adapter, str(work / "high"), str(work / "missing"))
         }

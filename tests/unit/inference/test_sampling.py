@@ -96,3 +96,5 @@ async def test_a_slow_engine_is_asked_for_fewer_draws(make_stage: Any, engine: S
     await stage.load(published(stage, 1))
     assert await stage.proved() == {1: True}
     assert len(engine.prompts) == 2 + 2 * EXPLORING_AT_ONCE + AT_ONCE, "a round of each kind"
+    parents = [prompt.headers.get("traceparent", "") for prompt in engine.prompts[2:]]
+    assert all(parent.endswith("-00") for parent in parents), "draws have no spans in the engine"

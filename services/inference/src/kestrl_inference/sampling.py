@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from kestrl._shared.telemetry import unrecorded
 from kestrl.errors import Boundary, Failure
 from kestrl_inference.draws import ExploringDraw, fault
 from kestrl_inference.engine import Engine
@@ -57,8 +58,9 @@ async def sampling_failure(
 
     exploring_seeds, counted_seeds = ([seeds.getrandbits(63) for _ in range(count)] for count in (EXPLORING, draws))
     began = time.monotonic()
-    exploring = await _in_rounds(explore, exploring_seeds, EXPLORING_AT_ONCE, began + seconds / 2)
-    counted = await _in_rounds(draw, counted_seeds, AT_ONCE, began + seconds)
+    with unrecorded():
+        exploring = await _in_rounds(explore, exploring_seeds, EXPLORING_AT_ONCE, began + seconds / 2)
+        counted = await _in_rounds(draw, counted_seeds, AT_ONCE, began + seconds)
     problem = fault(exploring, counted, bound)
     if not problem:
         return None

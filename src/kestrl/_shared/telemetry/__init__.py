@@ -19,10 +19,14 @@ from kestrl._shared.telemetry.root_ids import ROOT
 from kestrl.engines.otlp import named_endpoint
 from kestrl.errors import KestrlError
 
-__all__ = ["beginning", "current_trace_id", "event", "set_up", "span", "trace_headers", "within"]
+__all__ = ["beginning", "current_trace_id", "event", "set_up", "span", "trace_headers", "unrecorded", "within"]
 
 TRACER = "kestrl"
 _tracer = trace.get_tracer(TRACER)
+
+
+UNRECORDED = f"00-{'1' * 32}-{'1' * 16}-00"
+"""W3C context that is not sampled."""
 
 
 def set_up(
@@ -97,6 +101,13 @@ def within(traceparent: str) -> Generator[None]:
         yield
     finally:
         context.detach(token)
+
+
+@contextmanager
+def unrecorded() -> Generator[None]:
+    """Requests in the block are recorded by nobody: many small ones that one span stands for."""
+    with within(UNRECORDED):
+        yield
 
 
 @contextmanager

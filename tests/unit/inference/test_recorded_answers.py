@@ -14,7 +14,7 @@ from kestrl.episode import BASE_MODEL_NAME
 
 RECORDED = Path(__file__).parents[2] / "data" / "engine_answers"
 FILES = sorted(RECORDED.glob("*.json"))
-VERSIONS = {"vllm-0.23.0", "vllm-0.25.1", "vllm-0.27.1"}
+VERSIONS = {"vllm-0.23.0", "vllm-0.25.1", "vllm-0.27.1", "vllm-0.30.0", "vllm-0.32.0"}
 PROMPT = tuple(range(20, 50))
 ADAPTER = "answers.1"
 FOLDER = "/work/adapter"

@@ -117,6 +117,11 @@ class FakeEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def running(self) -> bool:
+        """Whether it listens."""
+        return self._runner is not None
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self

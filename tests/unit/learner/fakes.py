@@ -293,6 +293,7 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         self._oracle = oracle
         self.concurrency = concurrency
         self.requests: list[rpb.RunGroupRequest] = []
+        self.updates: list[rpb.UpdateEnginesRequest] = []
         self.script: Script = lambda _, group: group
         self.running = self.most_running = 0
         self.gate: asyncio.Event | None = None
@@ -311,6 +312,10 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         return rpb.GetCapacityResponse(
             concurrency=self.concurrency, running=self.running, draining=self.draining, sandboxes=self.sandboxes
         )
+
+    async def UpdateEngines(self, request: rpb.UpdateEnginesRequest, context: Any) -> rpb.UpdateEnginesResponse:
+        self.updates.append(request)
+        return rpb.UpdateEnginesResponse()
 
     async def RunGroup(self, request: rpb.RunGroupRequest, context: Any) -> AsyncGenerator[rpb.RunGroupResponse]:
         self.requests.append(request)

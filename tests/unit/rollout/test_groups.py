@@ -118,7 +118,7 @@ async def test_turns_of_one_episode_stay_on_one_engine_and_sessions_end(
     used = [{turn.engine for turn in episode.turns} for episode in group.episodes]
     assert all(len(engines) == 1 for engines in used)
     assert {engine for engines in used for engine in engines} == {"engine-0", "engine-1"}
-    sessions = stage.groups._episodes.sessions
+    sessions = stage.groups._episodes.engine_sets.sessions
     assert (sessions.active("engine-0"), sessions.active("engine-1")) == (0, 0)
 
 
@@ -215,7 +215,7 @@ async def test_a_client_that_goes_cancels_episodes_and_closes_their_sessions(
     if groups:
         await asyncio.wait(groups)
     assert (await stage.capacity()).running == 0
-    assert stage.groups._episodes.sessions.active("engine-0") == 0
+    assert stage.groups._episodes.engine_sets.sessions.active("engine-0") == 0
 
 
 async def test_a_client_that_leaves_between_two_episodes(stage: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kestrl.agents import Limits
@@ -33,6 +34,8 @@ class GroupRequest:
     size: int
     policy: PolicyVersion | None
     engines: tuple[EngineAddress, ...]
+    engines_revision: int = 0
+    """Grows with every change of engines."""
     limits: Limits
     deadlines: Deadlines
     seed: int
@@ -63,6 +66,11 @@ def _check_sampling(sampling: pb.Sampling, purpose: str) -> None:
         raise _refuse("sampling", "max_tokens and max_turns must be at least 1, max_tokens_per_turn at least 0")
 
 
+def addresses(engines: Iterable[pb.Engine]) -> tuple[EngineAddress, ...]:
+    """The addresses of engines."""
+    return tuple(EngineAddress(name=engine.name, url=engine.url) for engine in engines)
+
+
 def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRequest:
     """Validates and decodes a request.
 
@@ -91,7 +99,8 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
         scenario=scenario,
         size=message.size,
         policy=policy_from_proto(message.policy),
-        engines=tuple(EngineAddress(name=engine.name, url=engine.url) for engine in message.engines),
+        engines=addresses(message.engines),
+        engines_revision=message.engines_revision,
         limits=Limits(
             max_turns=sampling.max_turns,
             max_tokens=sampling.max_tokens,

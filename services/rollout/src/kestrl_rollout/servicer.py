@@ -11,14 +11,16 @@ import grpc
 from kestrl._shared.rpc.codec import sandboxes_to_proto
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.episode import BASE_MODEL_NAME
+from kestrl.episode.codec import policy_from_proto
 from kestrl_rollout.groups.group_runner import GroupRunner
-from kestrl_rollout.requests import read_request
+from kestrl_rollout.requests import addresses, read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RolloutServicer(stubs.RolloutServiceServicer):
-    """RunGroup, GetCapacity."""
+    """RunGroup, UpdateEngines, GetCapacity."""
 
     def __init__(self, groups: GroupRunner, *, context_length: int) -> None:
         self._groups = groups
@@ -36,6 +38,12 @@ class RolloutServicer(stubs.RolloutServiceServicer):
                     yield pb.RunGroupResponse(ended=event)
                 else:
                     yield pb.RunGroupResponse(group=event, tool_digests=self._groups.tool_digests)
+
+    async def UpdateEngines(self, request: pb.UpdateEnginesRequest, context: Context) -> pb.UpdateEnginesResponse:  # noqa: ARG002 - gRPC's name and signature
+        policy = policy_from_proto(request.policy)
+        name = BASE_MODEL_NAME if policy is None else policy.name
+        self._groups.update_engines(name, addresses(request.engines), request.engines_revision)
+        return pb.UpdateEnginesResponse()
 
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature
         capacity = self._groups.capacity

@@ -256,7 +256,7 @@ async def test_what_still_runs_at_the_end_is_no_part_of_the_episode(at_once: Any
     gate.set()
     with pytest.raises(UserCodeError, match="the episode is over"):
         await importlib.import_module("at_once").late
-    assert stage.groups._episodes.sessions.count == 0
+    assert stage.groups._episodes.engine_sets.sessions.count == 0
 
 
 async def test_calls_at_once_are_placed_one_by_one(at_once: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -55,7 +55,7 @@ class GroupDecision:
         return next((failure for failure in self.failures if (failure.boundary, failure.code) in REFUSED), None)
 
 
-def policy_mismatch(group: Group, policy: PolicyVersion, engines: Sequence[str]) -> Failure | None:
+def policy_mismatch(group: Group, policy: PolicyVersion, engines: Collection[str]) -> Failure | None:
     """The failure of a group with a completion of another policy version, or of an engine that had not verified it;
     else None.
     """
@@ -143,7 +143,7 @@ def decide(
     *,
     scenario: Scenario,
     policy: PolicyVersion,
-    engines: Sequence[str],
+    engines: Collection[str],
     algorithm: AlgorithmSettings,
     vocabulary: int,
     failures_before: int,
@@ -154,7 +154,7 @@ def decide(
         group: The group as the worker returned it.
         scenario: The requested scenario.
         policy: The requested policy version.
-        engines: Names of the engines that had verified the version.
+        engines: Names of the engines that had verified the version while the group ran.
         algorithm: The job's settings for groups.
         vocabulary: Size of the model's vocabulary.
         failures_before: Failed attempts at this scenario so far.

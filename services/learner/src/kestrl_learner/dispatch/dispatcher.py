@@ -178,12 +178,12 @@ class Dispatcher(GroupSource):
             scenario=self._scenarios[lease.ordinal],
             size=settings.algorithm.group_size,
             policy=policy,
-            engines=self._engines.proved(policy),
             temperature=settings.temperature,
             seed=group_seed(settings.seed, lease.epoch, lease.ordinal),
             purpose=Purpose.TRAIN,
         )
         running[task].begun = True
+        began = asyncio.get_running_loop().time()
         try:
             if running.is_late(task) or running.is_outdated(task):
                 raise asyncio.CancelledError
@@ -200,7 +200,8 @@ class Dispatcher(GroupSource):
         except KestrlError as error:
             self._outcomes.failed(lease, error)
         else:
-            self._outcomes.ended(lease, request, policy, group)
+            engines = self._engines.proved_since(policy, began)
+            self._outcomes.ended(lease, request, policy, group, engines=engines)
 
     def _release_outdated(self, lease: Lease, policy: PolicyVersion, running: RunningGroup) -> None:
         assert self._policy is not None

@@ -55,13 +55,13 @@ async def run_all(
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def attempt(scenario: Scenario, sample: int, number: int) -> Group:
+        await engines.wait_verified(policy)
         name = f"{scenario.ordinal}.{sample}" if samples > 1 else str(scenario.ordinal)
         request = GroupRequest(
             group_id=f"{run}/eval-{policy.step}-{sampling.label}-{name}-{number}",
             scenario=scenario,
             size=1,
             policy=policy,
-            engines=await engines.wait_verified(policy),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

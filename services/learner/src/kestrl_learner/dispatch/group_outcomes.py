@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
@@ -17,15 +17,15 @@ from kestrl_learner.dispatch.failure_share import FailureShare
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.leases import ScenarioLeases
 from kestrl_learner.dispatch.retry_pause import RetryPause
-from kestrl_learner.dispatch.workers import GroupRequest, NoWorker, WorkerAway
+from kestrl_learner.dispatch.workers import EnginesAway, GroupRequest, NoWorker, WorkerAway
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.store.ended_groups import EndedGroups
 
 log = logging.getLogger(__name__)
-NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code})
-"""Failure codes of workers that left before the group began; they do not count as failures of the scenario."""
+NOT_STARTED_CODES = frozenset({"draining", "drained", WorkerAway.code, EnginesAway.code})
+"""Failure codes of workers and engines that left before the group began; they are no failures of the scenario."""
 
 OUTCOMES = {
     GroupAction.RETRY: GroupOutcome.RETRIED,
@@ -84,13 +84,21 @@ class GroupOutcomes:
         self._failure_share.reset()
         self._dynamic_sampling.reset()
 
-    def ended(self, lease: Lease, request: GroupRequest, policy: PolicyVersion, group: Group) -> None:
+    def ended(
+        self, lease: Lease, request: GroupRequest, policy: PolicyVersion, group: Group, *, engines: Collection[str]
+    ) -> None:
         """Handles a group that ran to its end.
+
+        Args:
+            lease: The scenario's lease.
+            request: What was asked for.
+            policy: The requested version.
+            group: The answer.
+            engines: Names of the engines that had proved the version while it ran.
 
         Raises:
             KestrlError: Too many episodes failed, or too many groups were rejected or not scored.
         """
-        engines = [engine.name for engine in request.engines]
         decision = decide(
             group,
             scenario=request.scenario,
@@ -135,7 +143,7 @@ class GroupOutcomes:
             group = Group(id=lease.group_id(self._settings.run), scenario=scenario, episodes=())
         self._unused.add(StoredGroup(group=group, outcome=outcome, attempt=lease.attempt, reason=reason, failure=cause))
 
-    def _count(self, lease: Lease, decision: GroupDecision, engines: Sequence[str], *, episodes: int) -> None:
+    def _count(self, lease: Lease, decision: GroupDecision, engines: Collection[str], *, episodes: int) -> None:
         for failure in decision.failures:
             self._progress.count_rollout_failure(failure)
         if any(failure.boundary is Boundary.ENGINE and failure.retryable for failure in decision.failures):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,13 +34,14 @@ from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.errors import KestrlError
 from kestrl_learner.concurrency import Signal
+from kestrl_learner.engines.discovery import DNS, resolved
+from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 15.0
 """Time beyond twice the group's deadline after which the stream is cancelled here: episodes may wait for slots for one
 deadline."""
-DNS = "dns://"
 POLL_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 """Poll interval for workers that do not answer."""
@@ -70,6 +70,13 @@ class WorkerAway(KestrlError):
     retryable = True
 
 
+class EnginesAway(KestrlError):
+    """No engine served the version when its group was about to begin; not a failure of the scenario."""
+
+    code = "engines_away"
+    retryable = True
+
+
 class MalformedGroup(KestrlError):
     """A worker's answer is not a group."""
 
@@ -92,7 +99,6 @@ class GroupRequest:
     scenario: Scenario
     size: int
     policy: PolicyVersion
-    engines: Sequence[EngineEntry]
     temperature: float
     seed: int
     purpose: Purpose
@@ -111,6 +117,8 @@ class _Worker:
     """Last reported capacity; 0 while the worker does not answer or drains."""
     used: int = 0
     """Unfinished episodes of this learner on the worker."""
+    revision: int = 0
+    """Revision of the engines that it was sent last."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     watching: asyncio.Task[None] | None = None
     leaving: bool = False
@@ -126,22 +134,18 @@ async def _any_tools(digests: Mapping[str, str]) -> None:
     del digests
 
 
-async def resolved(name: str) -> set[str] | None:
-    """The present addresses of `host:port`; None if the lookup fails."""
-    host, _, port = name.rpartition(":")
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        log.warning("rollout workers: %s cannot be looked up: %s", host, error)
-        return None
-    return {f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in found}
-
-
 class Workers:
-    """All rollout workers of the job, each used up to its reported capacity. `watch` must be running."""
+    """All rollout workers of the job, each used up to its reported capacity. `watch` must be running.
 
-    def __init__(self, settings: LearnerSettings, progress: Progress) -> None:
-        self._settings, self._progress = settings, progress
+    Args:
+        settings: The run's settings.
+        progress: Where the number of workers is shown.
+        serving: Engines of each version; running groups are sent every change.
+    """
+
+    def __init__(self, settings: LearnerSettings, progress: Progress, serving: Serving) -> None:
+        self._settings, self._progress, self._serving = settings, progress, serving
+        serving.on_change = self._wake_busy
         self._workers: list[_Worker] = []
         self._changed = Signal()
         self.on_change: Callable[[], None] = _no_listener
@@ -223,9 +227,37 @@ class Workers:
                 self._publish_status()
                 self._changed.notify()
                 self.on_change()
+            if worker.used and worker.revision != self._serving.revision:
+                await self._update_engines(worker)
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS if worker.capacity else RETRY_SECONDS):
                     await worker.wake.wait()
+
+    def _wake_busy(self) -> None:
+        """Lets workers with groups know at once which engines there are."""
+        for worker in self._workers:
+            if worker.used:
+                worker.wake.set()
+
+    async def _update_engines(self, worker: _Worker) -> None:
+        """Sends a worker the engines of every version; what fails is tried again at the next look."""
+        revision = self._serving.revision
+        try:
+            for policy, engines in self._serving.engines.items():
+                await call(
+                    worker.stub.UpdateEngines,
+                    pb.UpdateEnginesRequest(
+                        policy=policy_to_proto(policy), engines=_engines(engines), engines_revision=revision
+                    ),
+                    pb.UpdateEnginesResponse,
+                    timeout=CALL_SECONDS,
+                    peer=f"rollout worker {worker.address}",
+                    token=Secret.LEARNER_TO_ROLLOUT.here(),
+                )
+        except KestrlError as error:
+            log.warning("the engines of running groups are not updated, retrying: %s", error)
+        else:
+            worker.revision = revision
 
     def _publish_status(self) -> None:
         self._progress.observe(workers=len([worker for worker in self._workers if worker.capacity]))
@@ -281,6 +313,8 @@ class Workers:
         try:
             with span(SpanName.GROUP, {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}):
                 return await self._stream(worker, request, free)
+        except EnginesAway:
+            raise
         except KestrlError:
             # Gone, draining or failing: its capacity is polled before it gets another group.
             worker.capacity = 0
@@ -297,6 +331,8 @@ class Workers:
         while (best := self._best()) is None:
             await self.connect()
             await self._changed.wait_for(lambda: self._best() or not any(worker.capacity for worker in self._workers))
+        if best.used == 0:
+            best.revision = self._serving.revision  # groups are sent the engines with their request
         best.used += size
         self._progress.idle.count_episodes(size)
         return best
@@ -308,7 +344,8 @@ class Workers:
             scenario=scenario_to_proto(request.scenario),
             size=request.size,
             policy=policy_to_proto(request.policy),
-            engines=[pb.Engine(name=engine.name, url=engine.url) for engine in request.engines],
+            engines=_engines(self._serving.engines.get(request.policy, ())),
+            engines_revision=self._serving.revision,
             sampling=pb.Sampling(
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -332,6 +369,8 @@ class Workers:
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
             raise WorkerAway(f"{peer} cannot be reached")
+        if not self._serving.engines.get(request.policy):
+            raise EnginesAway(f"no engine serves {request.policy.name} now")
         message, token = self._to_proto(request), Secret.LEARNER_TO_ROLLOUT.here()
         answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
@@ -340,6 +379,10 @@ class Workers:
                 return _decoded(answer.group, peer)
             ended(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
+
+
+def _engines(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
+    return [pb.Engine(name=engine.name, url=engine.url) for engine in engines]
 
 
 def _decoded(message: common_pb.Group, peer: str) -> Group:

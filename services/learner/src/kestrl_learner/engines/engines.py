@@ -32,6 +32,8 @@ from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
 from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
+from kestrl_learner.engines.proofs import Proofs
+from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Engines:
             self._known.append(KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection))
         self._progress, self._start_seconds = progress, start_seconds
         self._wanted: dict[str, Published] = {}
+        self._proofs, self.serving = Proofs(), Serving()
         self._changed = Signal()
         self.on_change: Callable[[], None] = _no_listener
         self.on_load: Callable[[], None] = _no_listener
@@ -89,6 +92,10 @@ class Engines:
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
         return [known.entry for known in self._known if policy.name in known.proved and not known.suspected]
+
+    def proved_since(self, policy: PolicyVersion, began: float) -> frozenset[str]:
+        """Names of the engines that had proved a version at any time since `began`, by the loop's clock."""
+        return self._proofs.since(policy.name, began)
 
     def suspect(self, names: Iterable[str]) -> None:
         """A request to one of these engines failed: none is named again before its agent has looked at it.
@@ -176,6 +183,7 @@ class Engines:
             for known in self._known:
                 known.proved.discard(name)
                 known.load_failures.pop(name, None)
+            self._proofs.forget(name)
         for known in self._known:
             known.wake.set()
 
@@ -199,6 +207,7 @@ class Engines:
 
     def _publish_status(self) -> None:
         wanted = [published.policy for published in self._wanted.values()]
+        self._record_proofs(wanted)
         for known in self._known:
             known.update_newest(wanted)
         newest = self._progress.state.policy.version
@@ -206,6 +215,14 @@ class Engines:
         self._progress.emit(EnginesObserved(verified=converged, reports=tuple(self.reports())))
         self._changed.notify()
         self.on_change()
+
+    def _record_proofs(self, wanted: Iterable[PolicyVersion]) -> None:
+        proved = {known.entry.name: known.proved for known in self._known}
+        self._proofs.observe(proved, now=asyncio.get_running_loop().time())
+        # A suspected engine keeps the sessions that it has: they move when it does not answer.
+        self.serving.update(
+            {policy: tuple(known.entry for known in self._known if policy.name in known.proved) for policy in wanted}
+        )
 
     async def _poll(self, known: KnownEngine) -> None:
         before, suspected = known.snapshot(), known.suspected

@@ -1,4 +1,8 @@
-"""One episode's requests to engines: placement of each call, and one retry."""
+"""One episode's requests to engines: placement of each call, and its move to another engine when one fails or leaves.
+
+A turn whose engine went away is sampled elsewhere from the same tokens and seed: the episode does not end by it. Any
+other failure is retried once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,13 @@ from kestrl.agents import Completion, Limits
 from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
 from kestrl_rollout.engine.client import EngineAddress, EngineClient
+from kestrl_rollout.engine.engine_set import EngineSet
 from kestrl_rollout.engine.sessions import Sessions
+
+AWAY = frozenset({"unreachable", "connection_lost"})
+"""Codes of failures that say that the engine went away, and nothing of the request."""
+MOVES = 8
+"""Maximum moves of a turn; its deadline ends it earlier if engines do not answer at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +55,14 @@ class EngineSession:
         self,
         *,
         episode_id: str,
-        engines: Sequence[EngineAddress],
+        engines: EngineSet,
         policy: str,
         limits: Limits,
         client: EngineClient,
         sessions: Sessions,
     ) -> None:
         self._id = episode_id
-        self._engines = {engine.name: engine for engine in engines}
+        self._engines = engines
         self._policy = policy
         self._limits = limits
         self._client = client
@@ -64,30 +74,49 @@ class EngineSession:
         self.retries = 0
 
     async def sample(self, call: ModelCall) -> Sampled:
-        """Samples a turn; when its engine fails, once more on another.
+        """Samples a turn; when its engine fails, once more on another, and as often as engines go away.
 
         Raises:
             EngineFailure: It failed, and a retry cannot help or failed too.
         """
-        first = self._place(call)
-        try:
-            return await self._attempt(call, 0, first)
-        except EngineFailure as error:
-            # A lost connection may be an idle one that the engine was closing: even the same engine may answer a retry.
-            if not error.retryable or (len(self._engines) == 1 and error.code != "connection_lost"):
-                raise
-        self.retries += 1
-        return await self._attempt(call, 1, self._place(call, exclude=(first,)))
+        failed = list[str]()
+        moves, retried, revision = 0, False, self._engines.revision
+        while True:
+            engine = await self._place(call, exclude=failed)
+            try:
+                return await self._attempt(call, moves, engine)
+            except EngineFailure as error:
+                if self._engines.revision != revision:  # what failed before may have come back
+                    failed, revision = [], self._engines.revision
+                failed.append(engine.name)
+                if moves == MOVES or not self._worth_another(error, failed, retried=retried):
+                    raise
+                retried = retried or error.code not in AWAY
+            moves += 1
+            self.retries += 1
 
-    def _place(self, call: ModelCall, exclude: Sequence[str] = ()) -> str:
+    def _worth_another(self, error: EngineFailure, failed: Sequence[str], *, retried: bool) -> bool:
+        """Whether another attempt may succeed."""
+        if not error.retryable:
+            return False
+        others = set(self._engines.addresses) - set(failed)
+        if error.code in AWAY and (others or not self._engines.addresses):
+            return True
+        if retried:
+            return False
+        # A lost connection may be an idle one that the engine was closing: even the same engine may answer a retry.
+        return bool(others) or (error.code == "connection_lost" and len(failed) == 1)
+
+    async def _place(self, call: ModelCall, exclude: Sequence[str] = ()) -> EngineAddress:
+        engines = await self._engines.available()
         if self._ended:
             raise EngineFailure("the episode is over", code="episode_over", retryable=False)
         session = f"{self._id}#{call.lane}" if call.lane else self._id
         self._opened.add(session)
-        self.engine = self._sessions.place(session, tuple(self._engines), now=time.monotonic(), exclude=exclude)
-        return self.engine
+        self.engine = self._sessions.place(session, tuple(engines), now=time.monotonic(), exclude=exclude)
+        return engines[self.engine]
 
-    async def _attempt(self, call: ModelCall, attempt: int, engine: str) -> Sampled:
+    async def _attempt(self, call: ModelCall, attempt: int, engine: EngineAddress) -> Sampled:
         started = time.monotonic()
         request = Generate(
             id=f"{self._id}/{call.number}/{attempt}",
@@ -101,21 +130,21 @@ class EngineSession:
             stop_token_ids=call.stop_token_ids,
         )
         attributes = {
-            Attr.ENGINE: engine,
+            Attr.ENGINE: engine.name,
             Attr.MODEL: self._policy,
             Attr.INPUT_TOKENS: len(call.prompt_ids),
             Attr.TURN: call.number,
         }
         with span(SpanName.MODEL_CALL, attributes) as current:
             try:
-                completion = await self._client.generate(self._engines[engine], request)
+                completion = await self._client.generate(engine, request)
             except EngineFailure:
-                self._sessions.failed(engine, now=time.monotonic())
+                self._sessions.failed(engine.name, now=time.monotonic())
                 raise
-            self._sessions.answered(engine)
+            self._sessions.answered(engine.name)
             current.set_attribute(Attr.OUTPUT_TOKENS, len(completion.token_ids))
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
-        return Sampled(completion=completion, engine=engine, seconds=time.monotonic() - started)
+        return Sampled(completion=completion, engine=engine.name, seconds=time.monotonic() - started)
 
     def finish(self) -> None:
         """Ends the sessions; a second call has no effect."""

@@ -26,7 +26,7 @@ from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, Tool
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
-from kestrl_rollout.engine.sessions import Sessions
+from kestrl_rollout.engine.engine_set import EngineSets
 from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, checked_info, returned_reward
 from kestrl_rollout.requests import Deadlines, GroupRequest
@@ -94,7 +94,7 @@ class EpisodeRunner:
         self._closing: set[asyncio.Task[None]] = set()
         self._abandoned: set[asyncio.Task[_Contained]] = set()
         """Tasks of loops that were cancelled and still run."""
-        self.sessions = Sessions()
+        self.engine_sets = EngineSets()
 
     @property
     def tool_digests(self) -> Mapping[str, str]:
@@ -198,11 +198,11 @@ class EpisodeRunner:
             self._check_rendered(scenario, offered)
         attempt.engine = EngineSession(
             episode_id=attempt.id,
-            engines=request.engines,
+            engines=self.engine_sets[request.policy_name],
             policy=request.policy_name,
             limits=request.limits,
             client=self._client,
-            sessions=self.sessions,
+            sessions=self.engine_sets.sessions,
         )
         attempt.conversation = EpisodeConversation(
             scenario=scenario,

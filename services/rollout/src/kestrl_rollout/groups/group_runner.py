@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from kestrl._shared.telemetry import span
@@ -16,6 +16,7 @@ from kestrl.episode.codec import group_to_proto
 from kestrl.errors import KestrlError
 from kestrl.tools import SandboxInUse
 from kestrl_rollout.deadlines import GroupClock
+from kestrl_rollout.engine.client import EngineAddress
 from kestrl_rollout.groups.episodes import EpisodeRunner
 from kestrl_rollout.groups.scoring import Judge
 from kestrl_rollout.metrics import Counts
@@ -121,7 +122,8 @@ class GroupRunner:
             Attr.SCENARIO_ID: request.scenario.id,
             Attr.POLICY: request.policy_name,
         }
-        with span(SpanName.GROUP, attributes):
+        engines = self._episodes.engine_sets.opened(request.policy_name, request.engines, request.engines_revision)
+        with span(SpanName.GROUP, attributes), engines:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
                     tasks.create_task(self._episode(request, index, clock, ended), name=f"{request.id}/{index}")
@@ -144,6 +146,10 @@ class GroupRunner:
         self._counts.add(episode)
         ended()
         return episode
+
+    def update_engines(self, policy: str, engines: Iterable[EngineAddress], revision: int) -> None:
+        """Replaces the engines of a version for the groups that sample from it."""
+        self._episodes.engine_sets.update(policy, engines, revision)
 
     async def drain(self) -> None:
         """Accepts no new group, waits for those in flight up to a bound, then ends them with a typed failure."""

@@ -138,6 +138,7 @@ class RunGroupRequest(_message.Message):
     DEADLINES_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
+    ENGINES_REVISION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Unique id, prefix of the ids of its episodes."""
     size: _builtins.int
@@ -146,6 +147,8 @@ class RunGroupRequest(_message.Message):
     """Episode i samples with seed + i."""
     purpose: _builtins.str
     """A kestrl.episode.Purpose."""
+    engines_revision: _builtins.int
+    """Grows with every change of engines; of two lists for a version, the one with the larger number counts."""
     @_builtins.property
     def scenario(self) -> _common_pb2.Scenario:
         """The scenario."""
@@ -178,14 +181,66 @@ class RunGroupRequest(_message.Message):
         deadlines: Global___Deadlines | None = ...,
         seed: _builtins.int = ...,
         purpose: _builtins.str = ...,
+        engines_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadlines", b"deadlines", "policy", b"policy", "sampling", b"sampling", "scenario", b"scenario"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadlines", b"deadlines", "engines", b"engines", "group_id", b"group_id", "policy", b"policy", "purpose", b"purpose", "sampling", b"sampling", "scenario", b"scenario", "seed", b"seed", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadlines", b"deadlines", "engines", b"engines", "engines_revision", b"engines_revision", "group_id", b"group_id", "policy", b"policy", "purpose", b"purpose", "sampling", b"sampling", "scenario", b"scenario", "seed", b"seed", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunGroupRequest: _TypeAlias = RunGroupRequest  # noqa: Y015
+
+@_typing.final
+class UpdateEnginesRequest(_message.Message):
+    """The engines of a policy version after a change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    ENGINES_REVISION_FIELD_NUMBER: _builtins.int
+    engines_revision: _builtins.int
+    """See RunGroupRequest."""
+    @_builtins.property
+    def policy(self) -> _common_pb2.PolicyVersion:
+        """The version; unset means the base model."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
+        """All engines that have verified it now; none while they restart."""
+
+    def __init__(
+        self,
+        *,
+        policy: _common_pb2.PolicyVersion | None = ...,
+        engines: _abc.Iterable[Global___Engine] | None = ...,
+        engines_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "engines_revision", b"engines_revision", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateEnginesRequest: _TypeAlias = UpdateEnginesRequest  # noqa: Y015
+
+@_typing.final
+class UpdateEnginesResponse(_message.Message):
+    """Empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateEnginesResponse: _TypeAlias = UpdateEnginesResponse  # noqa: Y015
 
 @_typing.final
 class RunGroupResponse(_message.Message):

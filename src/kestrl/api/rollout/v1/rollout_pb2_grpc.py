@@ -40,6 +40,11 @@ class RolloutServiceStub(object):
                 request_serializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupRequest.SerializeToString,
                 response_deserializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupResponse.FromString,
                 _registered_method=True)
+        self.UpdateEngines = channel.unary_unary(
+                '/kestrl.api.rollout.v1.RolloutService/UpdateEngines',
+                request_serializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesRequest.SerializeToString,
+                response_deserializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesResponse.FromString,
+                _registered_method=True)
         self.GetCapacity = channel.unary_unary(
                 '/kestrl.api.rollout.v1.RolloutService/GetCapacity',
                 request_serializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetCapacityRequest.SerializeToString,
@@ -53,6 +58,13 @@ class RolloutServiceServicer(object):
 
     def RunGroup(self, request, context):
         """Runs one group; reports episodes as they end, then sends the scored group, then closes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateEngines(self, request, context):
+        """Replaces the engines of a policy version for the running groups that sample from it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +84,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.RunGroup,
                     request_deserializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupRequest.FromString,
                     response_serializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupResponse.SerializeToString,
+            ),
+            'UpdateEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateEngines,
+                    request_deserializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesRequest.FromString,
+                    response_serializer=kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesResponse.SerializeToString,
             ),
             'GetCapacity': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCapacity,
@@ -107,6 +124,33 @@ class RolloutService(object):
             '/kestrl.api.rollout.v1.RolloutService/RunGroup',
             kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupRequest.SerializeToString,
             kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.RunGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrl.api.rollout.v1.RolloutService/UpdateEngines',
+            kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesRequest.SerializeToString,
+            kestrl_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.UpdateEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class RolloutServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     RunGroup: _grpc.UnaryStreamMultiCallable[_rollout_pb2.RunGroupRequest, _rollout_pb2.RunGroupResponse]
     """Runs one group; reports episodes as they end, then sends the scored group, then closes."""
+    UpdateEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateEnginesRequest, _rollout_pb2.UpdateEnginesResponse]
+    """Replaces the engines of a policy version for the running groups that sample from it."""
     GetCapacity: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetCapacityRequest, _rollout_pb2.GetCapacityResponse]
     """Current capacity of the worker."""
 
@@ -45,6 +47,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunGroup: _aio.UnaryStreamMultiCallable[_rollout_pb2.RunGroupRequest, _rollout_pb2.RunGroupResponse]  # type: ignore[assignment]
     """Runs one group; reports episodes as they end, then sends the scored group, then closes."""
+    UpdateEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateEnginesRequest, _rollout_pb2.UpdateEnginesResponse]  # type: ignore[assignment]
+    """Replaces the engines of a policy version for the running groups that sample from it."""
     GetCapacity: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetCapacityRequest, _rollout_pb2.GetCapacityResponse]  # type: ignore[assignment]
     """Current capacity of the worker."""
 
@@ -58,6 +62,14 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.RunGroupResponse], _abc.AsyncIterator[_rollout_pb2.RunGroupResponse]]:
         """Runs one group; reports episodes as they end, then sends the scored group, then closes."""
+
+    @_abc_1.abstractmethod
+    def UpdateEngines(
+        self,
+        request: _rollout_pb2.UpdateEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.UpdateEnginesResponse, _abc.Awaitable[_rollout_pb2.UpdateEnginesResponse]]:
+        """Replaces the engines of a policy version for the running groups that sample from it."""
 
     @_abc_1.abstractmethod
     def GetCapacity(

@@ -1,0 +1,30 @@
+"""The engines that serve each version, with a revision: what running groups are to know of changes. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kestrl._shared.plan.settings.learner import EngineEntry
+from kestrl.episode import PolicyVersion
+
+
+def _no_listener() -> None:
+    """The callback before a listener is set."""
+
+
+class Serving:
+    """The engines of every live version."""
+
+    def __init__(self) -> None:
+        self.revision = time.time_ns()
+        """Grows with every change, also over a restart of the learner."""
+        self.engines: Mapping[PolicyVersion, Sequence[EngineEntry]] = {}
+        self.on_change: Callable[[], None] = _no_listener
+
+    def update(self, engines: Mapping[PolicyVersion, Sequence[EngineEntry]]) -> None:
+        """Replaces the engines of every version."""
+        if engines != self.engines:
+            self.engines = engines
+            self.revision += 1
+            self.on_change()

@@ -36,6 +36,7 @@ from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgentServicer
 from kestrl_inference.watch import Watch
+from kestrl_learner.engines.discovery import ListedEngines
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Ledger
 from kestrl_learner.progress.progress import Progress
@@ -81,7 +82,7 @@ async def publish(count: int, proof_seconds: float, versions: int = 9) -> float:
         folder, progress = Path(name), Progress(1, count, 1)
         async with AsyncExitStack() as stack:
             entries = [await engine_and_agent(index, folder, stack, proof_seconds) for index in range(count)]
-            engines = Engines(tuple(entries), progress, 60.0)
+            engines = Engines(ListedEngines(entries), progress, 60.0)
             stack.push_async_callback(engines.close)
             watching = asyncio.create_task(engines.watch())
             stack.push_async_callback(ended, watching)

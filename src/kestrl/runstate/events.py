@@ -149,11 +149,15 @@ class EnginesObserved(RunEvent):
     kind: Literal["engines_observed"] = "engines_observed"
     verified: int
     reports: tuple[EngineReport, ...]
+    total: int | None = None
+    """Engines of the job; None in events of earlier versions, whose number could not change."""
 
     def after(self, state: RunState) -> RunState:
+        total = state.engines.total if self.total is None else self.total
         seen = (*state.engines.builds, *(each.build for each in self.reports if each.build is not None))
         builds = tuple(dict.fromkeys(seen))[:BUILDS]
-        return state.but(engines=state.engines.but(verified=self.verified, reports=self.reports, builds=builds))
+        fleet = state.engines.but(total=total, verified=self.verified, reports=self.reports, builds=builds)
+        return state.but(engines=fleet)
 
 
 class GatheringBegan(RunEvent):

@@ -18,7 +18,6 @@ from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
 from kestrl.runstate.events import (
     ActivityNoted,
-    EnginesObserved,
     Evaluated,
     HistoryRestored,
     PhaseEntered,
@@ -94,11 +93,10 @@ class RunResources:
 
     def connect(self) -> None:
         """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""
-        self.engines = Engines(self.settings.engines, self.progress, self.settings.start_seconds)
+        self.engines = Engines.of_settings(self.settings, self.progress)
         self.workers = Workers(self.settings, self.progress, self.engines.serving)
         self.pinned_tools = PinnedTools(self.store)
         self.workers.verify_tools = self.pinned_tools.verify
-        self.progress.emit(EnginesObserved(verified=0, reports=tuple(self.engines.reports())))
         settings = self.settings
         self.sinks.start(RunStart(job=settings.job, run=settings.run, storage=self.store.uri, total_steps=self.steps))
 

@@ -54,6 +54,10 @@ COMMANDS = {
     "status": Listed("runs", "Show the state of a run: progress, components, failures, and the next command."),
     "logs": Listed("runs", "Print the logs of a run's components."),
     "stop": Listed("runs", "Stop a run after its current step and a checkpoint. It can be resumed."),
+    "scale": Listed(
+        "runs",
+        "Change the number of engines of a run that goes on. New ones join, and those that leave finish their turns.",
+    ),
     "eval": Listed(
         "evaluations",
         "Evaluate policies of a run on the validation data, greedily or by several samples, side by side.",

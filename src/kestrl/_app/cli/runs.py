@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
+from kestrl._app.local.files import write_atomic
 from kestrl._app.local.logs import LOG_BYTES, Follower, tail
 from kestrl._app.local.observation import observe
 from kestrl._app.local.progress import change_line, clock, detail_lines, means_line, step_words
@@ -180,7 +181,29 @@ def stop(run_id: RunId = None, runs: Runs = DEFAULT_RUNS) -> None:
     console.print(f"{run.id} has stopped; run the same command again to resume")
 
 
+def scale(
+    run_id: Annotated[str, typer.Argument(help="Run id.", show_default=False)],
+    number: Annotated[str, typer.Argument(help="Number of engines.", metavar="engines=N", show_default=False)],
+    runs: Runs = DEFAULT_RUNS,
+) -> None:
+    """Change the number of engines of a run that goes on. New ones join, and those that leave finish their turns."""
+    from kestrl._app.local.engine_fleet import REQUEST, ScaleRequest, check_scale
+
+    what, _, count = number.partition("=")
+    if what != "engines" or not count.isdecimal():
+        raise UserInputError(f"{number!r}: name the number of engines, such as engines=2")
+    run = find_run(runs, run_id)
+    check_scale(run.job(), int(count))
+    if run.runner_pid() is None:
+        raise UserInputError(f"{run.id} is not running; set spec.inference.replicas for its next start")
+    write_atomic(run.path / REQUEST, ScaleRequest(engines=int(count)).model_dump_json())
+    here = shlex.join(["--runs", str(run.path.parent)])
+    line = f"asked {run.id} for {count} engines; see them join or leave: kestrl status {run.id} {here}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def register(app: typer.Typer) -> None:
     app.command()(status)
     app.command()(logs)
     app.command()(stop)
+    app.command()(scale)

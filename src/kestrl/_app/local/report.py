@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kestrl._app.local.files import write_atomic
 from kestrl._app.local.progress import builds_words
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.uncertainty import TESTED, Paired, different_questions, pairs_of, values_of
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl.episode import Episode, Group, Purpose
 from kestrl.errors import PlaceError, StorageError
+from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
 from kestrl.storage.summary import RunSummary
 from kestrl.terminal import safe, safe_line
 
 ROWS = ("reward", "sampled_reward", "answer_correct", "sources_correct", "num_turns", "duration", "exceptions")
+EXIT_INTERRUPTED = 130
 LONGEST_LINE = 400
 """Maximum characters of a message in a transcript."""
 
@@ -164,3 +169,38 @@ def page_command(run: RunDir) -> str:
 def _found(program: Path) -> str:
     """Name of a program if the shell resolves it to this file, else its path."""
     return program.name if shutil.which(program.name) == str(program) else str(program)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    reason: str = ""
+
+
+def report_finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore) -> int:
+    """Prints the result of a run that has ended by itself; returns the exit code."""
+    if summary is None or summary.status is not RunPhase.SUCCEEDED:
+        found = "no summary" if summary is None else summary.status
+        console.print(f"the learner ended without a result: {found}", style="red")
+        return EXIT_FAILED
+    print_report(console, run, summary, store)
+    console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
+    console.print(f"look at it: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def report_unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSummary | None) -> int:
+    """Prints why a run has not succeeded, and the next commands; returns the exit code."""
+    if outcome.code == EXIT_INTERRUPTED:
+        console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
+        return outcome.code
+    console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if outcome.code != EXIT_INPUT:
+        logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
+        console.print(f"logs: {logs}", markup=False, soft_wrap=True)
+        console.print(f"episodes: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
+    if summary is None:
+        write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
+    return outcome.code

@@ -36,6 +36,8 @@ from kestrl.storage.layout import SUMMARY
 from kestrl.storage.summary import RunSummary
 
 RECORD = "run.json"
+ENGINES = "engines.json"
+"""File that lists the engines of a run while it goes on."""
 Content = TypeVar("Content", bound=Versioned)
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluation", "algorithm")
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shlex
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,13 +17,20 @@ from typing import Any
 from rich.console import Console
 
 from kestrl._app.local.check import check_job, fitted_job
-from kestrl._app.local.files import write_atomic
+from kestrl._app.local.engine_fleet import EngineFleet
 from kestrl._app.local.processes import Launcher, require_services
-from kestrl._app.local.report import page_command, print_report
+from kestrl._app.local.report import EXIT_INTERRUPTED, Outcome, report_finished, report_unfinished
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
-from kestrl._app.local.site import interpreter_of, local_devices, refuse_cluster_isolation, reserved_ports, site_of
+from kestrl._app.local.site import (
+    Listener,
+    interpreter_of,
+    local_devices,
+    refuse_cluster_isolation,
+    reserved_ports,
+    site_of,
+)
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._app.local.view import View, make_view
 from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
@@ -38,12 +44,9 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl.api.learner.v1 import learner_pb2, learner_pb2_grpc
 from kestrl.errors import KestrlError, UserInputError
 from kestrl.runstate.state import RunState
-from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore
-from kestrl.storage.summary import RunSummary
 
 log = logging.getLogger(__name__)
-EXIT_INTERRUPTED = 130
 RECONNECT_SECONDS = 0.5
 Replan = Callable[[Sequence[Component], Site], Sequence[Component]]
 
@@ -60,19 +63,18 @@ class Options:
     """What became of the last stored episode, in one line, for the live view."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """How a run ended."""
-
-    code: int
-    reason: str = ""
-
-
 class Runner:
     """One run of one job on this machine."""
 
     def __init__(
-        self, job: AgentRLJob, run: RunDir, site: Site, components: Sequence[Component], view: View, options: Options
+        self,
+        job: AgentRLJob,
+        run: RunDir,
+        site: Site,
+        components: Sequence[Component],
+        view: View,
+        options: Options,
+        ports: dict[Listener, int],
     ) -> None:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
         self._job, self._site, self._view, self._options = job, site, view, options
@@ -83,6 +85,8 @@ class Runner:
         granted = Secrets(job, options.manifest_dir).by_role()
         launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
         self._supervisor = Supervisor(components, launcher, self._changed)
+        token = credentials[Secret.LEARNER_TO_INFERENCE.value]
+        self._fleet = EngineFleet(job, site, run.path, ports, self._supervisor, token, view.say)
         self._interrupts = 0
 
     def _changed(self, *, force: bool = False) -> None:
@@ -99,7 +103,9 @@ class Runner:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._interrupt, main)
+        self._fleet.write()
         watching = [
+            asyncio.create_task(self._fleet.run(), name="engine-fleet"),
             asyncio.create_task(self._watch(), name="watch-progress"),
             asyncio.create_task(self._keep_record(), name="keep-record"),
         ]
@@ -221,35 +227,10 @@ def run_job(
                     view.say(note)
                 for warning in findings.warnings:
                     view.say(f"warning: {warning}")
-                runner = Runner(job, run, site, components, view, options)
+                runner = Runner(job, run, site, components, view, options, ports)
                 refusal.pop_all()
                 outcome = asyncio.run(runner.run())
             summary = run.copy_summary(store)
             if outcome.code == 0 and replan is None:
-                return _finished(console, run, summary, store)
-            return _unfinished(console, run, outcome, summary) if outcome.code else 0
-
-
-def _finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore) -> int:
-    if summary is None or summary.status is not RunPhase.SUCCEEDED:
-        found = "no summary" if summary is None else summary.status
-        console.print(f"the learner ended without a result: {found}", style="red")
-        return EXIT_FAILED
-    print_report(console, run, summary, store)
-    console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)
-    console.print(f"look at it: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-def _unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSummary | None) -> int:
-    if outcome.code == EXIT_INTERRUPTED:
-        console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
-        return outcome.code
-    console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
-    if outcome.code != EXIT_INPUT:
-        logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
-        console.print(f"logs: {logs}", markup=False, soft_wrap=True)
-        console.print(f"episodes: {page_command(run)}", markup=False, highlight=False, soft_wrap=True)
-    if summary is None:
-        write_atomic(run.summary_path, RunSummary(status=RunPhase.FAILED, reason=outcome.reason).text())
-    return outcome.code
+                return report_finished(console, run, summary, store)
+            return report_unfinished(console, run, outcome, summary) if outcome.code else 0

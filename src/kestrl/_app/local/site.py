@@ -14,7 +14,7 @@ from kestrl._app.interpreters import requirements
 from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.devices import LocalDevice, devices_for
 from kestrl._app.local.memory import machine_devices
-from kestrl._app.local.rundir import RunDir
+from kestrl._app.local.rundir import ENGINES, RunDir
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
 from kestrl._shared.plan.environments import environment_requirements
@@ -93,6 +93,24 @@ def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Lis
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             ports[replica] = reservation.getsockname()[1]
         yield ports
+
+
+def reserve_engine(ports: dict[Listener, int], index: int, held: ExitStack) -> None:
+    """Adds free ports for one more engine and its agent, reserved until `held` is closed.
+
+    Raises:
+        UserInputError: There is no free port.
+    """
+    for listener in ((Role.ENGINE, index), (Role.INFERENCE, index), (Role.INFERENCE, index, METRICS)):
+        if listener in ports:
+            continue
+        reservation = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        try:
+            reservation.bind((LOOPBACK, 0))
+        except OSError as error:
+            raise UserInputError(f"no port of {LOOPBACK} is free for engine-{index}: {error.strerror}") from error
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        ports[listener] = reservation.getsockname()[1]
 
 
 def local_path(uri: str | None, base: Path, field: str) -> str | None:
@@ -221,6 +239,7 @@ def site_of(
         storage=storage_address(job, run, manifest_dir),
         database=f"sqlite:///{run.path / 'ledger.db'}",
         work_dir=str(run.path / "work"),
+        engines_file=str(run.path / ENGINES),
         engine_python=engine_python(spec.inference, manifest_dir),
         engine_path=str(run.path / ENGINE_FOLDER),
         environment_python=environment_python,

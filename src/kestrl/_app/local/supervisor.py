@@ -37,6 +37,8 @@ class Observed:
     restarts: int = 0
     last_exit: int | None = None
     last_error: str = ""
+    joined: bool = False
+    """Whether it joined a run that went on: what it fails for does not end the run."""
 
     def record(self) -> ComponentRecord:
         """The form in `run.json`."""
@@ -80,6 +82,10 @@ class Supervisor:
         self._stopping = False
         self._ended = False
         """Whether all components were asked to end; how they then end is no failure of theirs."""
+        self._leaving: set[str] = set()
+        """Components that are ended while the run goes on."""
+        self._tasks: dict[asyncio.Task[int], Observed] = {}
+        self._added = asyncio.Event()
         self.observed = {component.name: Observed(component) for component in components}
 
     async def run(self) -> int:
@@ -89,22 +95,55 @@ class Supervisor:
             UserInputError: A component rejected its input (exit code 2); has its message.
             ComponentFailed: A component ended too often.
         """
-        tasks = {
-            asyncio.create_task(self._keep(seen), name=seen.component.name): seen for seen in self.observed.values()
-        }
+        for seen in self.observed.values():
+            self._begin(seen)
         try:
             while True:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                self._added.clear()
+                added = asyncio.create_task(self._added.wait())
+                done, _ = await asyncio.wait({*self._tasks, added}, return_when=asyncio.FIRST_COMPLETED)
+                added.cancel()
+                for task in [task for task in self._tasks if task in done]:
+                    seen = self._tasks.pop(task)
+                    if task.cancelled():  # removed while it waited to be started again
+                        continue
+                    if seen.joined and isinstance(failure := task.exception(), KestrlError):
+                        seen.last_error = str(failure)
+                        self._changed()
+                        continue
                     status = task.result()
-                    if tasks[task].component.role is Role.LEARNER:
+                    if seen.component.role is Role.LEARNER:
                         return status
-                    del tasks[task]
         finally:
             await self._stop_all()
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=5)
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=5)
+
+    def _begin(self, seen: Observed) -> None:
+        self._tasks[asyncio.create_task(self._keep(seen), name=seen.component.name)] = seen
+        self._added.set()
+
+    def add(self, component: Component) -> None:
+        """Starts one more component of a run that goes on."""
+        seen = self.observed[component.name] = Observed(component, joined=True)
+        self._begin(seen)
+        self._changed()
+
+    async def remove(self, name: str) -> None:
+        """Ends a component while the run goes on, and waits for its end."""
+        self._leaving.add(name)
+        task = next((task for task, seen in self._tasks.items() if seen.component.name == name), None)
+        if name in self._live:
+            self._live[name].terminate()
+        elif task is not None:
+            task.cancel()  # it waits to be started again
+        if task is not None:
+            await asyncio.wait([task])
+        self._leaving.discard(name)
+        self.observed.pop(name, None)
+        self._changed()
 
     def drain_learner(self) -> None:
         """Asks the learner to finish its step, checkpoint and end, which ends the run."""
@@ -119,7 +158,7 @@ class Supervisor:
         while True:
             started = time.monotonic()
             status = await self._run_once(seen)
-            if self._ended:
+            if self._ended or seen.component.name in self._leaving:
                 return status
             if status == EXIT_INPUT:
                 raise UserInputError(seen.last_error or f"{seen.component.name} rejected its input")

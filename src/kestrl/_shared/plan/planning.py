@@ -50,7 +50,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
     engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
     components = (
         *(engine_component(job, site, index) for index in range(engines)),
-        *(_agent(job, site, index) for index in range(engines)),
+        *(agent_component(job, site, index) for index in range(engines)),
         _tools(job, site),
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
@@ -109,7 +109,14 @@ def engine_url(site: Site, index: int) -> str:
     return f"http://{site.endpoint(Role.ENGINE, index).address}"
 
 
-def _agent(job: AgentRLJob, site: Site, index: int) -> Component:
+def engine_entry(site: Site, index: int) -> EngineEntry:
+    """Addresses of an engine, for the learner."""
+    address = site.endpoint(Role.INFERENCE, index).address
+    return EngineEntry(name=f"engine-{index}", url=engine_url(site, index), agent_address=address)
+
+
+def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
+    """The agent of the engine of replica `index`."""
     settings = AgentSettings.model_validate(
         {
             **_service(Role.INFERENCE, index, job, site),
@@ -336,14 +343,10 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "database": site.database,
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
-            "engines": tuple(
-                EngineEntry(
-                    name=f"engine-{index}",
-                    url=engine_url(site, index),
-                    agent_address=site.endpoint(Role.INFERENCE, index).address,
-                )
-                for index in range(spec.inference.replicas)
-            ),
+            "engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas))
+            if site.engines_file is None
+            else (),
+            "engines_file": site.engines_file,
             "adapter_slots": spec.inference.adapter_slots,
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,

@@ -83,6 +83,8 @@ class Site:
     workers: tuple[str, ...] | None = None
     """Address of all rollout workers if their number may change: `dns://host:port`. None: the address of each
     replica."""
+    engines_file: str | None = None
+    """File that lists the engines of the run while it goes on; None where their number cannot change."""
     templates: bool = False
     """Whether one component represents all replicas of its role, as in a pod template: each replica reads its ordinal
     at run time, and its engine runs in the same pod."""

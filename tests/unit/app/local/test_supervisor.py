@@ -219,3 +219,22 @@ async def test_an_engine_that_may_start_later_is_started_again(
     with pytest.raises(ComponentFailed, match=r"ended 6 times in a row .*: ValueError: the root cause"):
         await watched.run()
     assert (launcher.folder / "starts").read_text() == "x" * 6
+
+
+async def test_what_joined_a_run_and_fails_does_not_end_it(launcher: Launcher) -> None:
+    refuses = "import sys; print('error: no memory', file=sys.stderr); sys.exit(2)"
+    learner = component("learner-0", Role.LEARNER, module=module(launcher, "sleeper", SLEEPER), restarts=False)
+    watched = make(launcher, learner)
+    failed = asyncio.Event()
+    watched._changed = lambda: failed.set() if watched.observed["learner-0"].pid and _error_of(watched) else None
+    running = asyncio.create_task(watched.run())
+    watched.add(component("engine-1", Role.ENGINE, module=module(launcher, "refuses", refuses)))
+    await asyncio.wait_for(failed.wait(), 20)
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def _error_of(watched: Supervisor) -> str:
+    joined = watched.observed.get("engine-1")
+    return "" if joined is None else joined.last_error

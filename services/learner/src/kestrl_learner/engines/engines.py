@@ -1,5 +1,8 @@
 """The inference engines, and the policy versions that each has verified according to its agent.
 
+Engines come and go. One that joins gets no session before it has loaded and proved the version, and no publication
+waits for it; one that leaves is named no more, and its running turns are accepted.
+
 One task per engine reconciles it: it polls the agent, retires versions that are no longer wanted and loads missing
 ones. Publishing adds a wanted version and waits. An engine that fails the verification of a version is quarantined for
 it: no request names it, and loading is retried later. A restarted engine is used again once its agent has verified the
@@ -10,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from kestrl._shared.credentials import Secret
-from kestrl._shared.plan.settings.learner import EngineEntry
+from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
 from kestrl._shared.rpc import call, channel
 from kestrl._shared.rpc.codec import engine_state_from_proto
 from kestrl._shared.telemetry.metrics import observe
@@ -31,6 +34,7 @@ from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.admission import EngineLoad
+from kestrl_learner.engines.discovery import EngineDiscovery, discovery_of
 from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
 from kestrl_learner.engines.proofs import Proofs
 from kestrl_learner.engines.serving import Serving
@@ -44,7 +48,12 @@ LONGEST_BUILD = 100
 """Characters of an engine's name or version."""
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
+DISCOVERY_SECONDS = 1.0
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
+
+
+def _names(entries: Iterable[EngineEntry]) -> str:
+    return ", ".join(entry.name for entry in entries) or "none"
 
 
 def _no_listener() -> None:
@@ -71,11 +80,9 @@ class Published:
 class Engines:
     """All engines of the job. `watch` must be running."""
 
-    def __init__(self, entries: tuple[EngineEntry, ...], progress: Progress, start_seconds: float) -> None:
+    def __init__(self, discovery: EngineDiscovery, progress: Progress, start_seconds: float) -> None:
+        self._discovery = discovery
         self._known: list[KnownEngine] = []
-        for entry in entries:
-            connection = channel(entry.agent_address)
-            self._known.append(KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection))
         self._progress, self._start_seconds = progress, start_seconds
         self._wanted: dict[str, Published] = {}
         self._proofs, self.serving = Proofs(), Serving()
@@ -85,9 +92,14 @@ class Engines:
         """Called after every look at an engine."""
         observe(Metric.QUARANTINED, lambda: {known.entry.name: len(known.load_failures) for known in self._known})
 
+    @classmethod
+    def of_settings(cls, settings: LearnerSettings, progress: Progress) -> Engines:
+        """The engines of a run, found as its settings say."""
+        return cls(discovery_of(settings), progress, settings.start_seconds)
+
     async def close(self) -> None:
         for known in self._known:
-            await known.connection.close()
+            await known.close()
 
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
@@ -135,6 +147,7 @@ class Engines:
             NoEngineProved: No engine can, or none did within `start_seconds`.
             PlaceError: No engine can store it: disks are full or not writable.
         """
+        serving = [known for known in self._known if known.caught_up] if self._wanted else None
         self._wanted[policy.name] = Published(policy, uri)
         self._progress.emit(
             VersionPublished(version=policy, uri=uri, parent=parent or "", probe_distance=probe_distance)
@@ -143,9 +156,10 @@ class Engines:
         for known in self._known:
             known.wake.set()
         await self.wait_verified(policy)
+        waited = list(self._known) if serving is None else serving  # who joins later keeps nobody waiting
         with suppress(TimeoutError):
             async with asyncio.timeout(STRAGGLER_SECONDS):
-                await self._changed.wait_for(lambda: all(known.settled(policy.name) for known in self._known))
+                await self._changed.wait_for(lambda: all(known.settled(policy.name) for known in waited))
         return self.proved(policy)
 
     async def wait_verified(self, policy: PolicyVersion) -> list[EngineEntry]:
@@ -163,18 +177,18 @@ class Engines:
         except TimeoutError:
             how = f"for {self._start_seconds:g} s"
         if not (proved := self.proved(policy)):
-            states = "; ".join(str(known) for known in self._known)
-            if all(known.storage_refused(policy.name) for known in self._known):
+            states = "; ".join(str(known) for known in self._known) or "none was found"
+            if self._known and all(known.storage_refused(policy.name) for known in self._known):
                 raise PlaceError(f"no engine can keep {policy.name} ({states})")
             away = [failure for known in self._known if (failure := known.storage_failure(policy.name)) is not None]
-            if len(away) == len(self._known):
+            if away and len(away) == len(self._known):
                 message = f"no engine could fetch {policy.name} {how} ({states})"
                 raise FailureError(replace(away[0], message=message, component=""))
             raise NoEngineProved(f"no engine has proved {policy.name} {how} ({states})")
         return proved
 
     def _hopeless(self, name: str) -> bool:
-        return all(known.hopeless(name) for known in self._known)
+        return bool(self._known) and all(known.hopeless(name) for known in self._known)
 
     async def retire(self, names: set[str]) -> None:
         """Stops wanting versions that nothing uses any more: each engine unloads them before it loads another."""
@@ -188,10 +202,38 @@ class Engines:
             known.wake.set()
 
     async def watch(self) -> None:
-        """Reconciles and polls every engine until cancelled."""
+        """Finds engines, and reconciles and polls every one of them, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for known in self._known:
-                tasks.create_task(self._watch(known), name=f"watch-{known.entry.name}")
+            while True:
+                listed = await self._discovery.look()
+                if listed is not None:
+                    await self._apply(listed, tasks)
+                await asyncio.sleep(DISCOVERY_SECONDS)
+
+    async def _apply(self, listed: Sequence[EngineEntry], tasks: asyncio.TaskGroup) -> None:
+        """Begins to watch the engines that have joined, and ends it for those that have left."""
+        present = [known.entry for known in self._known]
+        left = [known for known in self._known if known.entry not in listed]
+        joined = [entry for entry in listed if entry not in present]
+        if not left and not joined:
+            return
+        self._known = [known for known in self._known if known not in left]
+        for entry in joined:
+            known = self._add(entry)
+            known.watching = tasks.create_task(self._watch(known), name=f"watch-{entry.name}")
+        for known in left:
+            known.lost = True
+            self._progress.idle.forget(known.entry.name)
+        log.info("engines: %s joined, %s left", _names(joined), _names([known.entry for known in left]))
+        self._publish_status()  # before anything is awaited: groups are to leave engines that leave
+        for known in left:
+            await known.close()
+
+    def _add(self, entry: EngineEntry) -> KnownEngine:
+        connection = channel(entry.agent_address)
+        known = KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection)
+        self._known.append(known)
+        return known
 
     async def _watch(self, known: KnownEngine) -> None:
         while True:
@@ -212,7 +254,8 @@ class Engines:
             known.update_newest(wanted)
         newest = self._progress.state.policy.version
         converged = 0 if newest is None else len(self.proved(newest))
-        self._progress.emit(EnginesObserved(verified=converged, reports=tuple(self.reports())))
+        reports = tuple(self.reports())
+        self._progress.emit(EnginesObserved(verified=converged, reports=reports, total=len(reports)))
         self._changed.notify()
         self.on_change()
 
@@ -241,6 +284,7 @@ class Engines:
                 known.lost = True
             known.state, known.failure = None, error.failure(component=known.entry.name)
             known.proved.clear()
+            known.caught_up = False
             known.suspected = known.suspected and not suspected
             self._progress.idle.forget(known.entry.name)
             self._publish_status()
@@ -270,6 +314,7 @@ class Engines:
             self._progress.idle.forget(known.entry.name)
         self.on_load()
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
+        known.caught_up = known.up and (known.caught_up or bool(known.proved))
         for name in known.proved:
             known.load_failures.pop(name, None)
         known.suspected = known.suspected and not suspected
@@ -321,6 +366,7 @@ class Engines:
         except KestrlError as error:
             self._quarantine(known, name, error.failure(component=known.entry.name))
         else:
+            known.caught_up = True
             if name in self._wanted:
                 known.proved.add(name)
                 known.load_failures.pop(name, None)

@@ -31,7 +31,7 @@ class LoadFailure:
     """Earliest time of the next attempt by the loop's clock."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KnownEngine:
     """Last observed state of one engine."""
 
@@ -56,6 +56,17 @@ class KnownEngine:
     load: EngineLoad = field(default_factory=EngineLoad)
     build: EngineBuild | None = None
     """What answered its last verification."""
+    watching: asyncio.Task[None] | None = None
+    caught_up: bool = False
+    """Whether it has proved a version since it joined or came back, retired since or not: from then on publications
+    wait for it."""
+
+    async def close(self) -> None:
+        """Ends the watch of the engine and the connection to its agent."""
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.wait([self.watching])
+        await self.connection.close()
 
     def settled(self, name: str) -> bool:
         """Whether the engine's state for a version will not change soon."""

@@ -17,6 +17,12 @@ class EngineEntry(Model):
     agent_address: str
 
 
+class EngineList(Model):
+    """A file with the engines of a run, kept by the program that starts and ends them."""
+
+    engines: tuple[EngineEntry, ...]
+
+
 class EvaluateSettings(Model):
     """Settings of an evaluation without training."""
 
@@ -124,7 +130,10 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     database: str
     """SQLAlchemy address of the ledger."""
     rollout_addresses: tuple[str, ...]
-    engines: tuple[EngineEntry, ...]
+    engines: tuple[EngineEntry, ...] = ()
+    """All engines, if their number cannot change."""
+    engines_file: str | None = None
+    """Path of an `EngineList` that is read again and again, in place of `engines`."""
     adapter_slots: int
     """Maximum number of versions in every engine."""
     gap_bounds: GapBounds

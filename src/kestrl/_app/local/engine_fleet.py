@@ -1,0 +1,177 @@
+"""The engines of a local run while it goes on: `kestrl scale` asks for a number, and engines join and leave.
+
+The learner reads which engines there are from a file. An engine that leaves is taken out of the file first, so that it
+gets no further turn, and is ended when its running turns are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kestrl._app.local.files import write_atomic
+from kestrl._app.local.site import Listener, reserve_engine
+from kestrl._app.local.supervisor import Supervisor
+from kestrl._shared.plan.components import Component
+from kestrl._shared.plan.devices import VISIBLE, with_devices
+from kestrl._shared.plan.engines import engine_component
+from kestrl._shared.plan.judges import uses_own_engines
+from kestrl._shared.plan.planning import agent_component, engine_entry
+from kestrl._shared.plan.settings.learner import EngineList
+from kestrl._shared.plan.site import Site
+from kestrl._shared.rpc import call, channel
+from kestrl._shared.spec import AgentRLJob
+from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.errors import KestrlError, UserInputError
+
+log = logging.getLogger(__name__)
+REQUEST = "scale.json"
+"""File of a run's folder with the number of engines that is asked for."""
+MOST_ENGINES = 256
+LOOK_SECONDS = 0.5
+SETTLE_SECONDS = 5.0
+"""Seconds in which learner and workers have certainly heard that an engine leaves."""
+CALL_SECONDS = 5.0
+
+
+class ScaleRequest(BaseModel):
+    """The number of engines that a run is to have."""
+
+    model_config = ConfigDict(frozen=True)
+    engines: int = Field(ge=1, le=MOST_ENGINES)
+
+
+def check_scale(job: AgentRLJob, engines: int) -> None:
+    """Checks that a run of a job can have a number of engines.
+
+    Raises:
+        UserInputError: It cannot.
+    """
+    inference = job.spec.inference
+    if not 1 <= engines <= MOST_ENGINES:
+        raise UserInputError(f"engines={engines}: is not between 1 and {MOST_ENGINES}")
+    if inference.accelerator.profile in VISIBLE and engines > inference.replicas:
+        raise UserInputError(
+            f"engines={engines}: devices are assigned when a run starts, and this one has those of "
+            f"{inference.replicas} engines; raise spec.inference.replicas and run the job again, which resumes it"
+        )
+    if uses_own_engines(job.spec) and engines < inference.replicas:
+        raise UserInputError(
+            f"engines={engines}: the judge of this job asks the {inference.replicas} engines that it started with; "
+            "name an endpoint of its own in spec.rewards, or keep them"
+        )
+
+
+class EngineFleet:
+    """Keeps as many engines as are asked for.
+
+    Args:
+        job: The job.
+        site: Its site.
+        folder: The run's folder.
+        ports: Ports of the site, to which those of further engines are added.
+        supervisor: Starts and ends their processes.
+        token: Credential for the engines' agents.
+        say: Shows a line to the person who watches the run.
+    """
+
+    def __init__(
+        self,
+        job: AgentRLJob,
+        site: Site,
+        folder: Path,
+        ports: dict[Listener, int],
+        supervisor: Supervisor,
+        token: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._job, self._site, self._ports = job, site, ports
+        self._request, self._supervisor, self._token, self._say = folder / REQUEST, supervisor, token, say
+        self._present = list(range(job.spec.inference.replicas))
+        self._held = ExitStack()
+
+    async def run(self) -> None:
+        """Follows requests until cancelled. One of an earlier runner no longer counts."""
+        self._request.unlink(missing_ok=True)
+        seen = b""
+        with self._held:
+            while True:
+                content = self._request.read_bytes() if self._request.exists() else b""
+                if content != seen:
+                    seen = content
+                    await self._follow(content)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _follow(self, content: bytes) -> None:
+        try:
+            wanted = ScaleRequest.model_validate_json(content).engines
+            check_scale(self._job, wanted)
+            await self._scale(wanted)
+        except (ValidationError, UserInputError, OSError) as error:
+            self._say(f"warning: {self._request} is not followed: {error}")
+
+    async def _scale(self, wanted: int) -> None:
+        while len(self._present) < wanted:
+            self._start(next(index for index in range(MOST_ENGINES) if index not in self._present))
+        leaving = self._present[wanted:]
+        if leaving:
+            self._present = self._present[:wanted]
+            self.write()
+            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.gather(*(self._end(index) for index in leaving))
+
+    def _start(self, index: int) -> None:
+        reserve_engine(self._ports, index, self._held)
+        for component in self._components(index):
+            self._supervisor.add(component)
+        self._present.append(index)
+        self.write()
+        self._say(f"engine-{index} joins the run")
+
+    def _components(self, index: int) -> tuple[Component, ...]:
+        components = engine_component(self._job, self._site, index), agent_component(self._job, self._site, index)
+        return (
+            components
+            if self._site.devices is None
+            else tuple(with_devices(component, self._site.devices) for component in components)
+        )
+
+    async def _end(self, index: int) -> None:
+        """Ends an engine when its running turns are over, at the latest at their deadline."""
+        await self._idle(index)
+        for component in self._components(index):
+            await self._supervisor.remove(component.name)
+        self._say(f"engine-{index} has left the run")
+
+    async def _idle(self, index: int) -> None:
+        deadline = time.monotonic() + self._job.spec.rollout.deadlines.turn
+        async with channel(engine_entry(self._site, index).agent_address) as connection:
+            while time.monotonic() < deadline:
+                try:
+                    seen = await call(
+                        stubs.EngineAgentServiceStub(connection).GetEngine,
+                        pb.GetEngineRequest(),
+                        pb.GetEngineResponse,
+                        timeout=CALL_SECONDS,
+                        peer=f"engine-{index}",
+                        token=self._token,
+                    )
+                except KestrlError as error:
+                    log.warning("engine-%d is ended at once: %s", index, error)
+                    return
+                if seen.load.running + seen.load.waiting == 0:
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def write(self) -> None:
+        """Writes which engines there are, for the learner."""
+        assert self._site.engines_file is not None
+        engines = tuple(engine_entry(self._site, index) for index in self._present)
+        write_atomic(Path(self._site.engines_file), EngineList(engines=engines).model_dump_json(indent=2))

@@ -1,0 +1,174 @@
+"""`kestrl scale`: engines that join a run on this machine, and leave it when their turns are over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes.ports import free_port
+
+from kestrl._app.local import engine_fleet
+from kestrl._app.local.engine_fleet import EngineFleet, ScaleRequest, check_scale
+from kestrl._app.local.processes import Launcher
+from kestrl._app.local.supervisor import Supervisor
+from kestrl._shared import rpc
+from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.settings.learner import EngineList
+from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.spec import AgentRLJob, parse_job
+from kestrl.api.inference.v1 import inference_pb2 as pb
+from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
+from kestrl.errors import UserInputError
+
+SLEEPER = "import time; time.sleep(600)"
+
+
+def job(replicas: int = 1, **spec: Any) -> AgentRLJob:
+    return parse_job(
+        {
+            "apiVersion": "kestrl.dev/v1alpha1",
+            "kind": "AgentRLJob",
+            "metadata": {"name": "scaled"},
+            "spec": {
+                "model": {"base": "demo://tiny"},
+                "data": {"train": {"uri": "demo://arithmetic", "size": 8}},
+                "rewards": [{"rule": "kestrl.rewards:exact_match"}],
+                "inference": {"replicas": replicas, **spec.pop("inference", {})},
+                **spec,
+            },
+        }
+    )
+
+
+class Agent(stubs.EngineAgentServiceServicer):
+    """Reports running requests."""
+
+    running = 1
+    asked = 0
+
+    async def GetEngine(self, request: Any, context: Any) -> pb.GetEngineResponse:
+        self.asked += 1
+        return pb.GetEngineResponse(load=pb.EngineLoad(running=self.running))
+
+
+class Fleet:
+    """A fleet of sleepers, one of whose agents is real."""
+
+    def __init__(self, folder: Path, agent_address: str) -> None:
+        (folder / "logs").mkdir()
+        (folder / "sleeper.py").write_text(SLEEPER)
+        self.folder, self.ports, self.said = folder, dict[Any, int](), list[str]()
+        self._agent = agent_address.rpartition(":")[2]
+        launcher = Launcher(folder=folder, secrets={secret.value: "x" for secret in Secret}, environment=os.environ)
+        learner = Component(name="learner-0", role=Role.LEARNER, module="sleeper", restarts=False)
+        self.supervisor = Supervisor([learner], launcher, lambda: None)
+        site = Site(
+            run="scaled-1",
+            endpoint=self._endpoint,
+            model="m",
+            template=None,
+            train="t",
+            validation=None,
+            storage="s",
+            database="d",
+            work_dir=str(folder),
+            engines_file=str(folder / "engines.json"),
+        )
+        token = Secret.LEARNER_TO_INFERENCE.here() or ""
+        self.fleet = EngineFleet(job(), site, folder, self.ports, self.supervisor, token, self.said.append)
+        self.fleet._components = lambda index: tuple(  # what the plan makes of it needs an engine
+            Component(name=f"{role}-{index}", role=role, module="sleeper") for role in (Role.ENGINE, Role.INFERENCE)
+        )
+
+    def _endpoint(self, role: Role, index: int) -> Endpoint:
+        if (role, index) == (Role.INFERENCE, 1):
+            return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=int(self._agent))
+        return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=self.ports.get((role, index), 1))
+
+    def asks_for(self, engines: int) -> None:
+        (self.folder / "scale.json").write_text(ScaleRequest(engines=engines).model_dump_json())
+
+    @property
+    def listed(self) -> list[str]:
+        content = json.loads((self.folder / "engines.json").read_bytes())
+        return [entry.name for entry in EngineList.model_validate(content).engines]
+
+    @property
+    def running(self) -> set[str]:
+        return {name for name, seen in self.supervisor.observed.items() if seen.pid}
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - files and processes have no event
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fleet, Agent]]:
+    monkeypatch.setattr(engine_fleet, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(engine_fleet, "SETTLE_SECONDS", 0.02)
+    agent, stop, address = Agent(), asyncio.Event(), f"127.0.0.1:{free_port()}"
+    serving = asyncio.create_task(
+        rpc.serve(
+            "inference-1",
+            address,
+            lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server),
+            until=stop.wait(),
+            grace=0.1,
+        )
+    )
+    fleet = Fleet(tmp_path, address)
+    fleet.fleet.write()
+    tasks = [asyncio.create_task(fleet.supervisor.run()), asyncio.create_task(fleet.fleet.run())]
+    try:
+        yield fleet, agent
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        stop.set()
+        await serving
+
+
+async def test_engines_join_and_leave_when_their_turns_are_over(scaled: tuple[Fleet, Agent]) -> None:
+    fleet, agent = scaled
+    await until(lambda: "learner-0" in fleet.running)
+    assert fleet.listed == ["engine-0"]
+    fleet.asks_for(2)
+    await until(lambda: {"engine-1", "inference-1"} <= fleet.running)
+    assert fleet.listed == ["engine-0", "engine-1"]
+    assert {(Role.ENGINE, 1), (Role.INFERENCE, 1), (Role.INFERENCE, 1, "metrics")} == set(fleet.ports)
+    fleet.asks_for(1)
+    await until(lambda: agent.asked >= 3)
+    assert fleet.listed == ["engine-0"], "it gets no further turn"
+    assert {"engine-1", "inference-1"} <= fleet.running, "it has one that is not over"
+    agent.running = 0
+    await until(lambda: fleet.running == {"learner-0"})
+    await until(lambda: fleet.said == ["engine-1 joins the run", "engine-1 has left the run"])
+
+
+async def test_a_request_that_cannot_be_followed_is_said_and_changes_nothing(scaled: tuple[Fleet, Agent]) -> None:
+    fleet, _ = scaled
+    (fleet.folder / "scale.json").write_text('{"engines": 0}')
+    await until(lambda: fleet.said)
+    assert "scale.json is not followed" in fleet.said[0]
+    assert fleet.listed == ["engine-0"]
+
+
+def test_devices_and_judges_bound_the_number_of_engines() -> None:
+    check_scale(job(2), 5)
+    with pytest.raises(UserInputError, match="between 1 and 256"):
+        check_scale(job(2), 0)
+    on_cards = job(2, inference={"accelerator": {"profile": "nvidia"}})
+    check_scale(on_cards, 1)
+    with pytest.raises(UserInputError, match=r"raise spec\.inference\.replicas"):
+        check_scale(on_cards, 3)

@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,7 +49,7 @@ test-all: $(STAMP)
 
 ## make test-long        the same with what test-all leaves out: the other shares of what takes long, more kills, all of e2e
 test-long: $(STAMP)
-	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check agents harnesses engine engine-versions e2e
+	$(BIN)/python scripts/run_stages.py unit servers distributions inspect-check docs agents harnesses engine engine-versions e2e
 
 ## make unit             run the tests without an engine
 unit: $(STAMP)
@@ -121,6 +121,11 @@ bench: $(STAMP)
 	set -e; for name in $(BENCHMARKS); do \
 	  $(BIN)/python -m benchmarks.$$name --json | tee docs/measured/$$name.jsonl; done
 
+SITE := --with mkdocs==1.6.1 --with mkdocs-material==9.8.2 --with mkdocstrings==1.0.8 --with mkdocstrings-python==2.0.11
+## make docs             build the site of the documentation into build/site, in an environment of its own; a broken link fails
+docs: $(UV)
+	$(UV) run --quiet --isolated --no-project --python $(PYTHON) $(SITE) mkdocs build
+
 ## make check            lint, types, layers, generated code
 check: lint types layers gen-check
 
@@ -145,6 +150,7 @@ gen: $(STAMP)
 	$(BIN)/python scripts/gen_episodes.py
 	$(BIN)/python scripts/gen_events.py
 	$(BIN)/python scripts/gen_telemetry.py
+	$(BIN)/python scripts/gen_commands.py
 	$(BIN)/python -m tests.contract.record --additions
 
 gen-check: $(STAMP)
@@ -154,6 +160,7 @@ gen-check: $(STAMP)
 	$(BIN)/python scripts/gen_episodes.py --check
 	$(BIN)/python scripts/gen_events.py --check
 	$(BIN)/python scripts/gen_telemetry.py --check
+	$(BIN)/python scripts/gen_commands.py --check
 	$(TOOLS)/bin/uv tool run --quiet --from buf-bin==1.75.0 buf lint proto
 	$(BIN)/python -m tests.contract.record --check
 

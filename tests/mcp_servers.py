@@ -1,4 +1,4 @@
-"""MCP servers of other projects, installed once for a checkout, as commands for the manifest."""
+"""MCP servers and other packages of npm and PyPI, installed once for a checkout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ TIME = "mcp-server-time==2026.10.19"
 
 
 def npm_server(requirement: str) -> tuple[str, ...]:
-    """The command of a server from npm, such as `@scope/name@1.2.3`; the test is skipped where there is no npm.
+    """The command of a server from npm, such as `@scope/name@1.2.3`; the test is skipped where there is no npm."""
+    return ("node", str(npm_package(requirement) / "dist" / "index.js"))
+
+
+def npm_package(requirement: str) -> Path:
+    """The folder of a package from npm, such as `@scope/name@1.2.3`; the test is skipped where there is no npm.
 
     Raises:
         subprocess.CalledProcessError: It cannot be installed; npm's own words are on standard error.
     """
-    npm, node = shutil.which("npm"), shutil.which("node")
-    if npm is None or node is None:
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
         pytest.skip("there is no npm here")
 
     def install(folder: Path) -> None:
@@ -32,7 +37,7 @@ def npm_server(requirement: str) -> tuple[str, ...]:
         subprocess.run((npm, "install", *options, requirement), check=True, timeout=120)
 
     name = requirement.rpartition("@")[0]
-    return (node, str(_installed(requirement, install) / "node_modules" / name / "dist" / "index.js"))
+    return _installed(requirement, install) / "node_modules" / name
 
 
 def pypi_server(requirement: str) -> tuple[str, ...]:

@@ -87,3 +87,19 @@ DOCUMENTS: Mapping[str, str] = {
     "mark": "\ufeff{}",
 }
 """Texts that shall be JSON."""
+
+
+MARKUP_TEXTS = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "'><svg/onload=alert(1)>",
+    "</pre></main><iframe src=javascript:alert(1)>",
+    "javascript:alert(1)",
+    "{{ 7 * 7 }}{% raw %}",
+    "</title><base href=//evil.test>",
+    "<!--",
+    "]]>",
+    "&lt;script&gt;",
+    "\x00\x1b]8;;http://evil.test\x07click",
+    "abc\u202ecba\u2066\u2069\u200f",
+)  # fmt: skip"""Texts that a page must show as text."""

@@ -12,7 +12,7 @@ from kestrl.episode import Purpose
 
 PURPOSES = {"train": Purpose.TRAIN, "eval": Purpose.EVALUATION}
 NAMES = {purpose: name for name, purpose in PURPOSES.items()}
-ASSETS = ("page.css", "page.js")
+ASSETS = ("page.css", "page.js", "icon.svg")
 Link = Callable[[str], str]
 """Makes the address of a page a link from the page that is rendered."""
 

@@ -28,7 +28,7 @@ from tests.fakes.ports import free_port
 
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
-from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.plan.settings.rollout import OutsideAgent, RolloutSettings
 from kestrl._shared.rpc.status import TOKEN_KEY
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
@@ -98,8 +98,14 @@ def verl_loop(core: int, engine: int, concurrency: int, episodes: int) -> Measur
 
 
 @contextmanager
-def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str | None) -> Generator[tuple[str, int]]:
-    """Starts a rollout worker; yields its address and process."""
+def worker(
+    core: int,
+    services: dict[str, int],
+    concurrency: int,
+    endpoint: str | None,
+    outside: OutsideAgent | None = None,
+) -> Generator[tuple[str, int]]:
+    """Starts a rollout worker, with an agent outside if one is given; yields its address and process."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         settings = RolloutSettings(
@@ -115,6 +121,7 @@ def worker(core: int, services: dict[str, int], concurrency: int, endpoint: str 
             context_length=2048,
             drain_seconds=1.0,
             otlp_endpoint=endpoint,
+            outside=outside,
         )
         path = Path(folder) / "settings.json"
         path.write_text(settings.model_dump_json())
@@ -161,7 +168,7 @@ class Slots:
             taken.set_result(None)
 
 
-async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int) -> Measured:
+async def drive(address: str, pid: int, engine: int, concurrency: int, episodes: int, turns: int = TURNS) -> Measured:
     """Closed loop, as in the learner: a group starts when one of `concurrency` slots is free; groups being scored need
     no slot."""
     async with rpc.channel(address) as channel:
@@ -177,7 +184,7 @@ async def drive(address: str, pid: int, engine: int, concurrency: int, episodes:
                 if answer.HasField("group"):
                     whole = [episode for episode in answer.group.episodes if episode.stop_reason == "answered"]
                     assert len(whole) == GROUP, answer
-                    assert all(len(episode.turns) == TURNS for episode in whole)
+                    assert all(len(episode.turns) == turns for episode in whole)
                 else:
                     slots.give_back(answer.ended)
 
@@ -188,7 +195,7 @@ async def drive(address: str, pid: int, engine: int, concurrency: int, episodes:
         before, began = cpu_seconds(pid), time.perf_counter()
         await load(episodes // GROUP)
         seconds, cpu = time.perf_counter() - began, cpu_seconds(pid) - before
-    return Measured(episodes / seconds, 1000 * cpu / (episodes * TURNS), memory_mb(pid))
+    return Measured(episodes / seconds, 1000 * cpu / (episodes * turns), memory_mb(pid))
 
 
 def rows(name: str, ours: Measured, theirs: Measured, against: str) -> Iterator[Row]:

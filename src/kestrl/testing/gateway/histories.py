@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kestrl.testing.gateway.case import Table
@@ -12,6 +13,9 @@ from kestrl.testing.gateway.seam import Subject
 
 TABLE = Table()
 ABSENT = object()
+Messages = Sequence[Mapping[str, Any]]
+Spelling = Callable[[dict[str, Any]], dict[str, Any]]
+"""A turn as a client sends it back, by its message."""
 
 
 def echoed(message: Mapping[str, Any], *, arguments: str | None = None, content: Any = None) -> dict[str, Any]:
@@ -22,7 +26,7 @@ def echoed(message: Mapping[str, Any], *, arguments: str | None = None, content:
     return {name: value for name, value in echo.items() if value is not ABSENT}
 
 
-async def _one_row(subject: Subject, *spellings: Any) -> None:
+async def _one_row(subject: Subject, *spellings: Spelling) -> None:
     """Each spelling of a turn, made by a function of its message, continues its row."""
     for spelling in spellings:
         async with serving(subject) as agent:
@@ -36,7 +40,7 @@ async def _one_row(subject: Subject, *spellings: Any) -> None:
             assert forks(episode) == {}
 
 
-async def _fork(subject: Subject, reason: str, change: Any, **fields: Any) -> None:
+async def _fork(subject: Subject, reason: str, change: Callable[[list[Any]], Messages], **fields: Any) -> None:
     """A changed second request begins a row with its reason and its price."""
     async with serving(subject) as agent:
         agent.served.says(subject.call_text("search", {"word": "a"}), "Done.")
@@ -64,7 +68,7 @@ async def renamed_ids(subject: Subject) -> None:
 @TABLE.case(5, 39, title="spaces, key order, escapes and 1.0 for 1 in arguments make no other message")
 async def spelled_arguments(subject: Subject) -> None:
     spellings = ('{"word":"l\\u00e4mp","n":1}', '{"n": 1.0, "word": "lämp"}', '{ "word" : "lämp", "n": 1 }')
-    await _one_row(subject, *(lambda said, text=text: echoed(said, arguments=text) for text in spellings))
+    await _one_row(subject, *(partial(echoed, arguments=text) for text in spellings))
 
 
 @TABLE.case(6, title="reasoning may be left out")
@@ -100,7 +104,7 @@ async def edited_space(subject: Subject) -> None:
 @TABLE.case(10, 40, title="content may be null, empty, absent or parts")
 async def contents(subject: Subject) -> None:
     parts: list[Any] = [None, "", ABSENT, [], [{"type": "text", "text": ""}]]
-    await _one_row(subject, *(lambda said, content=content: echoed(said, content=content) for content in parts))
+    await _one_row(subject, *(partial(echoed, content=content) for content in parts))
 
 
 @TABLE.case(11, title="a time in the system prompt makes a row of every call, which is reported")
@@ -181,10 +185,10 @@ async def rewriting(subject: Subject) -> None:
     async with serving(subject) as agent:
         call = subject.call_text("search", {"word": "a"})
         agent.served.says(call)
-        told: list[Mapping[str, Any]] = [USER]
+        history: list[Mapping[str, Any]] = [USER]
         for number in range(4):
-            await agent.chat(told)
-            told += [{"role": "assistant", "content": f"Calling tools: {number}"}, user("Observation: 2")]
+            await agent.chat(history)
+            history += [{"role": "assistant", "content": f"Calling tools: {number}"}, user("Observation: 2")]
         episode = await agent.end()
         assert len(episode.rows) == 4
         assert episode.metrics["rewrites_history"] == 1
@@ -210,7 +214,7 @@ async def developer(subject: Subject) -> None:
     await _same(subject, lambda number: [{"role": ("developer", "system")[number], "content": "Be brief."}, USER])
 
 
-async def _same(subject: Subject, begin: Any) -> None:
+async def _same(subject: Subject, begin: Callable[[int], Messages]) -> None:
     """Two calls whose beginnings, made by their number, are one history."""
     async with serving(subject) as agent:
         agent.served.says("One.", "Two.")

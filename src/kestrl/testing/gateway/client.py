@@ -46,7 +46,8 @@ class Reply:
     def message(self) -> dict[str, Any]:
         """The message of a completion, as a client sends it back."""
         assert self.status == 200, f"{self.status}: {self.text}"
-        return self.body["choices"][0]["message"]
+        message: dict[str, Any] = self.body["choices"][0]["message"]
+        return message
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -59,7 +60,8 @@ class Reply:
 
     @property
     def error(self) -> Mapping[str, Any]:
-        return self.body["error"]
+        error: Mapping[str, Any] = self.body["error"]
+        return error
 
 
 def tool_result(call: Mapping[str, Any], text: str) -> dict[str, Any]:

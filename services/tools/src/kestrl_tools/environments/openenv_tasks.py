@@ -50,9 +50,10 @@ def rows(url: str, *, split: str | None, size: int | None) -> Iterator[dict[str,
         raise ValueError(f"split {chosen} has {total} tasks; give --size")
     stop = total if size is None else min(size, total)
     for start in range(0, stop, PAGE):
-        page = {"split": chosen, "start": start, "stop": min(start + PAGE, stop)}
+        end = min(start + PAGE, stop)
+        page = {"split": chosen, "start": start, "stop": end}
         tasks = _asked(server, "task_range", page)["tasks"]
-        if not is_list(tasks) or len(tasks) != page["stop"] - start:
+        if not is_list(tasks) or len(tasks) != end - start:
             raise ValueError(f"split {chosen}: it gave {len(tasks)} tasks from {start} on, and {page} were asked for")
         for index, task in enumerate(tasks, start):
             reset = {"split": chosen, "index": index}

@@ -95,8 +95,10 @@ class Supervisor:
             UserInputError: A component rejected its input (exit code 2); has its message.
             ComponentFailed: A component ended too often.
         """
-        for seen in self.observed.values():
-            self._begin(seen)
+        begun = {seen.component.name for seen in self._tasks.values()}  # what was added before
+        for name, seen in self.observed.items():
+            if name not in begun:
+                self._begin(seen)
         try:
             while True:
                 self._added.clear()

@@ -118,13 +118,14 @@ class _Suite:
             processes = await asyncio.to_thread(_descendants, pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            (ended,) = await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait([running])
         finally:
             running.cancel()
             episode.gate.set()
-        if isinstance(ended, AssertionError):
-            raise ended
-        assert isinstance(ended, Exception), "killed: its process was killed, and it did not fail"
+        failure = running.exception()
+        if isinstance(failure, AssertionError):
+            raise failure
+        assert isinstance(failure, Exception), "killed: its process was killed, and it did not fail"
         await _gone(processes)
         calls = episode.calls
         again = await self.run("after-the-kill")

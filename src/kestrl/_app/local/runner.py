@@ -109,6 +109,8 @@ class Runner:
             asyncio.create_task(self._watch(), name="watch-progress"),
             asyncio.create_task(self._keep_record(), name="keep-record"),
         ]
+        for task in watching:
+            task.add_done_callback(self._say_failure)
         deadline = self._options.active_deadline
         try:
             async with asyncio.timeout(deadline):
@@ -132,6 +134,13 @@ class Runner:
         self._record.update(ended=outcome.code, reason=outcome.reason)
         self._changed(force=True)
         return outcome
+
+    def _say_failure(self, task: asyncio.Task[None]) -> None:
+        """Reports the end of a task beside the run, which goes on without it."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("%s has ended", task.get_name(), exc_info=error)
+            self._view.say(f"warning: {task.get_name()} has ended: {type(error).__name__}: {error}")
 
     def _ended(self, status: int) -> Outcome:
         if self._interrupts:

@@ -343,9 +343,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "database": site.database,
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
-            "engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas))
-            if site.engines_file is None
-            else (),
+            "engines": [] if site.engines_file else [engine_entry(site, at) for at in range(spec.inference.replicas)],
             "engines_file": site.engines_file,
             "adapter_slots": spec.inference.adapter_slots,
             "gap_bounds": gap_bounds(accepted_gap(spec)),

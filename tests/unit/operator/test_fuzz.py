@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.unit.operator.fuzz import job_of, mutated, valid
 
+pytestmark = pytest.mark.share
+
 PROGRAM = Path(__file__).with_name("fuzzed.py")
 JOBS = 500
 LARGEST_MIB = 200

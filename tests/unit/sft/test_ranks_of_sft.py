@@ -21,6 +21,8 @@ from kestrl_learner.ranks import rank_processes
 from kestrl_learner.sft.training import SFTRun
 from kestrl_learner.store import checkpoint
 
+pytestmark = pytest.mark.share
+
 pytestmark = pytest.mark.timeout(180)
 UPDATE = 1e-5
 """Largest accepted difference of a weight."""

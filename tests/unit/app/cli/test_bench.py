@@ -16,6 +16,8 @@ from tests.unit.app.cli.test_commands import ROOT, kestrl
 from kestrl._app.cli.evaluations import candidates
 from kestrl.errors import UserInputError
 
+pytestmark = pytest.mark.share
+
 BENCH = ROOT / "examples/email-search/bench.yaml"
 SMALL = ("--set", "data.validation.size=6", "--set", "data.train.size=2", "--set", "rollout.concurrency=3")
 

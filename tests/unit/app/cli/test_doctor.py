@@ -13,6 +13,8 @@ from kestrl._app.checks import doctor
 from kestrl._app.checks.manifests import read_manifest
 from kestrl._shared.spec import read_job
 
+pytestmark = pytest.mark.share
+
 ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 

@@ -17,6 +17,8 @@ from kestrl._shared.spec.load import parse_job
 from kestrl._shared.spec.sft import parse_sft_job
 from kestrl.errors import UserInputError
 
+pytestmark = pytest.mark.share
+
 pytestmark = pytest.mark.timeout(180)  # the learner's program imports torch
 TRAINED = {Part.ADAPTER: GIB // 4, Part.GRADIENTS: GIB // 4, Part.OPTIMIZER: GIB // 2}
 

@@ -16,6 +16,8 @@ from tests.program import run_program
 from kestrl._shared import checking
 from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
 
+pytestmark = pytest.mark.share
+
 CODE = """\
 import sys
 print("noise of the user's module")

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from tests.unit.operator.fuzz import job_of, mutated, valid
 
-pytestmark = pytest.mark.share
-
 PROGRAM = Path(__file__).with_name("fuzzed.py")
 JOBS = 500
 LARGEST_MIB = 200
@@ -31,7 +29,8 @@ async def test_a_thousand_random_jobs_keep_the_operator_below_200_mib() -> None:
     assert process.returncode == 0, f"seed {seed}"
     found = json.loads(output)
     assert found["mib"] < LARGEST_MIB, f"seed {seed}: {found}"
-    assert found["seen"]["True/Valid"] > JOBS * 0.8, f"seed {seed}: {found}"
+    # A quarter of the valid ones names what a cluster does not have, such as a local path.
+    assert found["seen"]["True/Valid"] > JOBS * 0.6, f"seed {seed}: {found}"
     assert found["seen"]["False/Invalid"] > JOBS * 0.8, f"seed {seed}: {found}"
 
 

@@ -76,11 +76,11 @@ def _miscount(scored: Mapping[int, float], counted: Sequence[int], slack: float)
     for group in groups:
         mass = sum(masses[token] for token in group)
         expected = _widened(mass, slack)
-        seen = sum(token in group for token in counted)
-        if _upper_tail(seen, len(counted), expected.high) < tail:
-            return _described(group, "more", seen, len(counted), mass)
-        if _upper_tail(len(counted) - seen, len(counted), expected.complement().high) < tail:
-            return _described(group, "less", seen, len(counted), mass)
+        count = sum(token in group for token in counted)
+        if _upper_tail(count, len(counted), expected.high) < tail:
+            return _described(group, "more", count, len(counted), mass)
+        if _upper_tail(len(counted) - count, len(counted), expected.complement().high) < tail:
+            return _described(group, "less", count, len(counted), mass)
     return ""
 
 
@@ -89,10 +89,10 @@ def _widened(mass: float, slack: float) -> Interval:
     return Interval(max(0.0, mass * math.exp(-slack)), min(1.0, mass * math.exp(slack)))
 
 
-def _described(group: Sequence[int], how: str, seen: int, draws: int, mass: float) -> str:
+def _described(group: Sequence[int], how: str, count: int, draws: int, mass: float) -> str:
     tokens = f"token {group[0]}" if len(group) == 1 else f"the {len(group)} most probable tokens of those seen"
     return (
-        f"it drew {tokens} {how} often than it says: {seen} of {draws} times at a probability of {min(mass, 1.0):.3g}"
+        f"it drew {tokens} {how} often than it says: {count} of {draws} times at a probability of {min(mass, 1.0):.3g}"
     )
 
 

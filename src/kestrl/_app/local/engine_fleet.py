@@ -100,20 +100,20 @@ class EngineFleet:
     async def run(self) -> None:
         """Follows requests until cancelled. One of an earlier runner no longer counts."""
         self._request.unlink(missing_ok=True)
-        seen = b""
+        last_content = b""
         with self._held:
             while True:
                 content = self._request.read_bytes() if self._request.exists() else b""
-                if content != seen:
-                    seen = content
+                if content != last_content:
+                    last_content = content
                     await self._follow(content)
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _follow(self, content: bytes) -> None:
         try:
-            wanted = ScaleRequest.model_validate_json(content).engines
-            check_scale(self._job, wanted)
-            await self._scale(wanted)
+            engines = ScaleRequest.model_validate_json(content).engines
+            check_scale(self._job, engines)
+            await self._scale(engines)
         except (ValidationError, UserInputError, OSError) as error:
             self._say(f"warning: {self._request} is not followed: {error}")
 
@@ -155,7 +155,7 @@ class EngineFleet:
         async with channel(engine_entry(self._site, index).agent_address) as connection:
             while time.monotonic() < deadline:
                 try:
-                    seen = await call(
+                    engine = await call(
                         stubs.EngineAgentServiceStub(connection).GetEngine,
                         pb.GetEngineRequest(),
                         pb.GetEngineResponse,
@@ -166,7 +166,7 @@ class EngineFleet:
                 except KestrlError as error:
                     log.warning("engine-%d is ended at once: %s", index, error)
                     return
-                if seen.load.running + seen.load.waiting == 0:
+                if engine.load.running + engine.load.waiting == 0:
                     return
                 await asyncio.sleep(LOOK_SECONDS)
 

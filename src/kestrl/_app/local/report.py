@@ -182,8 +182,8 @@ class Outcome:
 def report_finished(console: Console, run: RunDir, summary: RunSummary | None, store: ObjectStore) -> int:
     """Prints the result of a run that has ended by itself; returns the exit code."""
     if summary is None or summary.status is not RunPhase.SUCCEEDED:
-        found = "no summary" if summary is None else summary.status
-        console.print(f"the learner ended without a result: {found}", style="red")
+        status = "no summary" if summary is None else summary.status
+        console.print(f"the learner ended without a result: {status}", style="red")
         return EXIT_FAILED
     print_report(console, run, summary, store)
     console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; {run.summary_path}", soft_wrap=True)

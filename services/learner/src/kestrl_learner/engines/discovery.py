@@ -21,11 +21,11 @@ async def resolved(name: str) -> set[str] | None:
     """The present addresses of `host:port`; None if the lookup fails."""
     host, _, port = name.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         log.warning("%s cannot be looked up: %s", host, error)
         return None
-    return {f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in found}
+    return {f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, *_, (ip, *_) in addresses}
 
 
 class EngineDiscovery(Protocol):

@@ -89,6 +89,18 @@ class Browser:
         """Waits for a page that is being opened."""
         self._await(lambda message: message.get("method") == "Page.loadEventFired")
 
+    def hold_fetches(self) -> None:
+        """Holds what scripts fetch from now on until it is let go."""
+        self.send("Fetch.enable", patterns=[{"resourceType": "Fetch"}])
+
+    def held_fetch(self) -> str:
+        """The next fetch that is held."""
+        return self._await(lambda message: message.get("method") == "Fetch.requestPaused")["params"]["requestId"]
+
+    def let_go(self, fetch: str) -> None:
+        """Lets a fetch go on."""
+        self.send("Fetch.continueRequest", requestId=fetch)
+
     def press(self, key: str) -> None:
         """Presses a key."""
         self._arrived.clear()

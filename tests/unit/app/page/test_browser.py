@@ -168,11 +168,20 @@ def test_keys_are_text_in_a_field(browser: Browser, site: str, runs: Path) -> No
     assert not read_labels(open_store(str(runs / "job-1")))
 
 
-def test_a_page_follows_what_is_stored(browser: Browser, serve: Callable[..., str], runs: Path) -> None:
+@pytest.mark.parametrize("polls", [0, 2])
+def test_a_page_follows_what_is_stored(browser: Browser, serve: Callable[..., str], runs: Path, polls: int) -> None:
+    """It is loaded again when something is stored, before its first poll or later, and not before."""
     browser.open(serve((runs / "job-1").as_uri()))
+    browser.hold_fetches()
     browser.open(browser.run("location.origin") + "/runs/job-1")
+    browser.run("window.kept = true")
+    for _ in range(polls):
+        browser.let_go(browser.held_fetch())
+    fetch = browser.held_fetch()
+    assert browser.run("window.kept")
     files = runs / "job-1" / "episodes" / "train"
     (files / "step=000003.parquet").write_bytes((files / "step=000002.parquet").read_bytes())
+    browser.let_go(fetch)
     browser.loaded()
     assert browser.run("document.querySelector('a.item').innerText") == "3"
 

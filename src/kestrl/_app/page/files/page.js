@@ -42,17 +42,18 @@ document.addEventListener("keydown", (event) => {
 
 const seconds = Number(document.body.dataset.live);
 if (seconds) {
-  const main = (text) => new DOMParser().parseFromString(text, "text/html").querySelector("main")?.textContent;
-  const poll = async (before) => {
-    let now = before;
+  const content = (page) => page.querySelector("main")?.textContent;
+  // What is stored between this page's answer and the first poll differs from what is shown, too.
+  const shown = content(document);
+  const poll = async () => {
     try {
       const answer = await fetch(location.href, { credentials: "same-origin" });
-      if (answer.ok) now = main(await answer.text());
+      const stored = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (answer.ok && content(stored) !== shown) return location.reload();
     } catch {
       // The server was stopped; it may come back.
     }
-    if (before !== undefined && now !== before) location.reload();
-    else setTimeout(() => poll(now), seconds * 1000);
+    setTimeout(poll, seconds * 1000);
   };
-  poll(undefined);
+  poll();
 }

@@ -200,13 +200,13 @@ async def stuck(arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("handler", "boundary", "code"),
-    [(broken, Boundary.TOOL, "tool_raised"), (stuck, Boundary.TOOL, "tool_deadline")],
+    ("handler", "deadlines", "boundary", "code"),
+    [(broken, {}, Boundary.TOOL, "tool_raised"), (stuck, {"tool": 0.2}, Boundary.TOOL, "tool_deadline")],
 )
 async def test_a_failure_of_a_tool_ends_the_episode_and_is_no_answer(
-    served: Any, call_text: Any, handler: Any, boundary: Boundary, code: str
+    served: Any, call_text: Any, handler: Any, deadlines: dict[str, float], boundary: Boundary, code: str
 ) -> None:
-    async with agent(served, deadlines={"tool": 0.2}) as (stage, session, chat, end):
+    async with agent(served, deadlines=deadlines) as (stage, session, chat, end):
         stage.tools.handlers["search"] = handler
         stage.says(call_text("search", word="a"), "Done.")
         said = await say(chat, [USER], offered(await session.list_tools()))

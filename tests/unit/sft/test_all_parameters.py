@@ -102,6 +102,7 @@ def _loss_of_transformers(group: TrainGroup) -> float:
     return total
 
 
+@pytest.mark.share(2)
 @pytest.mark.timeout(240)  # some 15 s on an idle machine: two programs that import torch
 def test_the_command_resumes_and_its_model_is_a_base(tmp_path: Path) -> None:
     """Through the manifest: stopped after 2 of 4 steps, gone on with, and the same model as without the stop."""

@@ -183,6 +183,7 @@ def test_too_few_devices_are_one_line(machine: Machine, tmp_path: Path, override
     assert str(error.value) == message
 
 
+@pytest.mark.share(2)
 def test_one_device_is_shared_by_an_engine_and_the_learner(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0, free=80_000))
     components = planned(tmp_path, *NVIDIA)
@@ -195,6 +196,7 @@ def test_one_device_is_shared_by_an_engine_and_the_learner(machine: Machine, tmp
     assert list((tmp_path / "cache").glob("memory-*.json")), "the estimate is kept"
 
 
+@pytest.mark.share(2)
 def test_the_user_s_own_limits_of_memory_are_left_alone(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0))
     arguments = planned(tmp_path, *NVIDIA, "inference.args={gpu_memory_utilization: 0.3}")["engine-0"].args
@@ -214,6 +216,7 @@ def test_sglang_shares_a_device_only_within_the_user_s_own_limit(machine: Machin
     assert visible(planned(tmp_path, *NVIDIA, sglang)) == {"engine-0": "0", "learner-0": "1"}
 
 
+@pytest.mark.share(2)
 def test_a_device_that_is_too_small_for_both_is_refused_with_the_figures(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0, free=3_000))
     with pytest.raises(

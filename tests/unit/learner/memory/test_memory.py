@@ -187,6 +187,7 @@ def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path)
     assert half.parts[Part.ACTIVATIONS] < single.parts[Part.ACTIVATIONS]
 
 
+@pytest.mark.share(2)
 def test_ranks_divide_the_layers_and_keep_the_rest_whole(tmp_path: Path) -> None:
     model = config_of(tmp_path, layers=8)
     parts = {count: estimate(asked(model, ranks=count)).parts for count in (1, 2, 4)}

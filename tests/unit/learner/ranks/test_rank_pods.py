@@ -374,6 +374,7 @@ def learner(*given: Any) -> Generator[tuple[Any, Connection, Connection]]:
         process.join()
 
 
+@pytest.mark.share(2)
 def test_a_killed_rank_of_another_pod_costs_a_resume_and_nothing_else(
     tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,14 +67,12 @@ class ChatReply:
     stop: str
     """The stop string that ended it."""
     policy: str
+    sampled_tokens: int
     tokens: Sequence[SampledToken]
+    """The sampled tokens if the request asks for their log-probabilities, else none."""
     prompt_tokens: int
     cached_tokens: int
     """Tokens of the prompt that the row had before."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        return len(self.tokens)
 
 
 def new_id(prefix: str) -> str:

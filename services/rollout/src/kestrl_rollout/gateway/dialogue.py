@@ -11,7 +11,7 @@ from kestrl._shared.telemetry import event
 from kestrl._shared.telemetry.names import Attr, EventName
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
-from kestrl.agents import Call
+from kestrl.agents import Call, Completion
 from kestrl.episode import CallOutcome
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl_rollout.gateway.chat_types import ChatReply, ChatRequest, SampledToken, SentCall, new_id
@@ -179,7 +179,6 @@ class Dialogue:
             places=places,
         )
         self._keep(prompt, turn_record, calls, [content, content + sampled.stop])
-        decode = self._chat_model.vocabulary.decode
         return ChatReply(
             content=content,
             reasoning=parsed.message.reasoning or "",
@@ -187,13 +186,18 @@ class Dialogue:
             cut=completion.finish_reason == "length",
             stop=sampled.stop,
             policy=completion.policy,
-            tokens=[
-                SampledToken(text=decode([token]), logprob=logprob)
-                for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
-            ],
+            sampled_tokens=len(completion.token_ids),
+            tokens=self._sampled_tokens(completion) if request.options.get("logprobs") else (),
             prompt_tokens=len(prompt.ids),
             cached_tokens=prompt.match.turn.end if extends and prompt.match.turn else 0,
         )
+
+    def _sampled_tokens(self, completion: Completion) -> list[SampledToken]:
+        decode = self._chat_model.vocabulary.decode
+        return [
+            SampledToken(text=decode([token]), logprob=logprob)
+            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
 
     def _keep(self, prompt: _Prompt, turn: KnownTurn, calls: Sequence[SentCall], contents: Sequence[str]) -> None:
         """Remembers a turn, and counts a fork with its price: the tokens that are context once more.

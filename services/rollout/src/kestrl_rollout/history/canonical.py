@@ -17,6 +17,8 @@ from kestrl.formats.objects import read_json
 
 BILLING = "x-anthropic-billing-header"
 """Beginning of a line that Claude Code adds to its system prompt, with another value in each call."""
+_ARGUMENTS = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+_TOOLS = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,27 +39,27 @@ class Digests:
 
     @classmethod
     def of(cls, history: History) -> Digests:
-        tools = _digest(b"", json.dumps(history.tools, ensure_ascii=False, sort_keys=True).encode())
+        tools = extended(b"", _TOOLS.encode(history.tools).encode())
         whole, without_tools, without_system = [tools], [b""], [tools]
         places: dict[str, int] = {}
         for message in history.messages:
             text = canonical(message, places)
             if message.get("tool_calls"):
                 places = call_places(message)
-            whole.append(_digest(whole[-1], text))
-            without_tools.append(_digest(without_tools[-1], text))
+            whole.append(extended(whole[-1], text))
+            without_tools.append(extended(without_tools[-1], text))
             is_system = message["role"] == "system"
-            without_system.append(without_system[-1] if is_system else _digest(without_system[-1], text))
+            without_system.append(without_system[-1] if is_system else extended(without_system[-1], text))
         return cls(whole=whole, without_tools=without_tools, without_system=without_system)
 
 
-def extended(digest: bytes, message: Mapping[str, Any]) -> bytes:
-    """Digest of a history with one more message, the model's."""
-    return _digest(digest, canonical(message))
+def extended(digest: bytes, text: bytes) -> bytes:
+    """Digest of a history with one more message, whose canonical form is `text`."""
+    return hashlib.sha256(digest + text).digest()
 
 
 def canonical(message: Mapping[str, Any], places: Mapping[str, int] | None = None) -> bytes:
-    """A message without what has no tokens of its own.
+    """A message without what has no tokens of its own, in a form that no other message has.
 
     Args:
         message: The message. White space around an assistant's text is the parser's and no part of it, nor is its
@@ -91,7 +93,7 @@ def canonical_arguments(arguments: Any) -> str:
             arguments = read_json(arguments) if arguments.strip() else {}
         except ValueError:
             return arguments.strip()
-    return json.dumps(_plain(arguments or {}), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return _ARGUMENTS.encode(_plain(arguments or {}))
 
 
 def _plain(value: Any) -> Any:
@@ -106,8 +108,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
-def _digest(before: bytes, text: bytes) -> bytes:
-    return hashlib.sha256(before + text).digest()
+    # It is digested and never read: `repr` is faster than JSON, and lists of different strings have different ones.
+    return repr(value).encode("utf-8")

@@ -110,11 +110,12 @@ class Threads:
         self._without_tools.update(match.digests.without_tools[1:])
         self._without_system.update(match.digests.without_system[1:])
         for echo in echoes:
-            whole = extended(match.digests.whole[-1], echo)
-            self._turns[whole] = self._replies[canonical(echo)] = turn
+            text = canonical(echo)
+            whole = extended(match.digests.whole[-1], text)
+            self._turns[whole] = self._replies[text] = turn
             self._whole.add(whole)
-            self._without_tools.add(extended(match.digests.without_tools[-1], echo))
-            self._without_system.add(extended(match.digests.without_system[-1], echo))
+            self._without_tools.add(extended(match.digests.without_tools[-1], text))
+            self._without_system.add(extended(match.digests.without_system[-1], text))
 
     def reason(self, match: Match) -> ForkReason | None:
         """Why a history would begin a row; None for the first."""

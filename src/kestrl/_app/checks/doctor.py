@@ -21,6 +21,7 @@ from urllib.parse import urlparse
 from kestrl._app.checks.manifests import ReadManifest, check_manifest
 from kestrl._app.checks.sft import device_environment
 from kestrl._app.engines.interpreter import engine_build, installed_engine
+from kestrl._app.engines.variables import sockets_note
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
 from kestrl._app.local.processes import LOCAL, SERVICES, missing_services
 from kestrl._app.local.secrets import open_storage
@@ -194,7 +195,7 @@ def engine(job: AgentRLJob | None, base: Path) -> str:
         UserInputError: It is missing, or not what the job needs.
     """
     build = installed_engine(Inference(), base) if job is None else engine_build(job.spec.inference, base)
-    return "; ".join(filter(None, (f"{build} of {build.python}", build.doubt)))
+    return "; ".join(filter(None, (f"{build} of {build.python}", build.doubt, sockets_note())))
 
 
 def accelerator(job: AgentRLJob) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_build, engine_python
-from kestrl._app.engines.variables import unused_variables
+from kestrl._app.engines.variables import sockets_note, unused_variables
 from kestrl._app.interpreters import requirements
 from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.devices import LocalDevice, devices_for
@@ -176,7 +176,7 @@ def engine_warnings(job: AgentRLJob, base: Path) -> tuple[str, ...]:
     Raises:
         UserInputError: There is none that it can use.
     """
-    return tuple(filter(None, (engine_build(job.spec.inference, base).doubt, unused_variables())))
+    return tuple(filter(None, (engine_build(job.spec.inference, base).doubt, unused_variables(), sockets_note())))
 
 
 def interpreter_of(environment: Environment | None, *, field: str = ENVIRONMENT_FIELD) -> str | None:

@@ -19,7 +19,13 @@ from kestrl._app.engines.interpreter import (
     misfit,
     write_engine_folder,
 )
-from kestrl._app.engines.variables import engine_environment, unused_variables
+from kestrl._app.engines.variables import (
+    LONGEST_FOLDER,
+    SHORT_FOLDER,
+    engine_environment,
+    sockets_note,
+    unused_variables,
+)
 from kestrl._app.local.check import check_job
 from kestrl._app.local.processes import Launcher
 from kestrl._shared.plan.components import Component, Role
@@ -226,6 +232,17 @@ def test_an_engine_inherits_neither_an_interpreter_nor_settings() -> None:
     assert engine_environment(shell, None) == kept
     assert engine_environment(shell, "/vllm/bin/python") == {**kept, "PATH": f"/vllm/bin{os.pathsep}/bin"}
     assert engine_environment({}, "/vllm/bin/python") == {"PATH": "/vllm/bin"}
+
+
+def test_an_engine_gets_a_folder_that_is_short_enough_for_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, long = {"TMPDIR": "/" + "f" * (LONGEST_FOLDER - 1)}, {"TMPDIR": "/" + "ü" * (LONGEST_FOLDER // 2)}
+    assert engine_environment(fits, None) == fits
+    assert sockets_note(fits) == sockets_note({}) == ""
+    assert engine_environment(long, None) == {"TMPDIR": SHORT_FOLDER}
+    assert sockets_note(long).endswith(f"too long for the sockets of an engine, which gets {SHORT_FOLDER}")
+    monkeypatch.setattr("kestrl._app.engines.variables.SHORT_FOLDER", "/nowhere")
+    with pytest.raises(UserInputError, match=r"TMPDIR: .* set TMPDIR to a shorter folder"):
+        sockets_note(long)
 
 
 async def test_the_process_of_an_engine_runs_in_its_interpreter(tmp_path: Path) -> None:

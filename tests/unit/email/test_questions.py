@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 from tests.fakes.chat_model import ScriptedChat
 
@@ -18,6 +19,7 @@ from kestrl.data.rows import read_rows
 from kestrl_email.mailbox.build import build_database
 from kestrl_email.mailbox.corpus import write_maildir
 from kestrl_email.mailbox.database import Filters, inboxes, open_database
+from kestrl_email.mailbox.question_writer import WrittenList, reason_of
 from kestrl_email.mailbox.questions import split_inboxes
 from kestrl_email.mailbox.tools import ReadEmail, SearchEmails
 
@@ -136,8 +138,12 @@ def test_a_model_writes_questions_which_are_checked_and_kept(
         assert shown.count("<") == 2, "no mail can end the list of mails"
         printed = capsys.readouterr().err
         assert "6 requests (0 kept), 600 + 60 tokens, 0 repaired, 6 without evidence" in printed
+        assert "  6 names a mail that was not shown\n" in printed
+        refused = rows(tmp_path / ".q.jsonl.answers" / "refused.jsonl")
+        assert (len(refused), {each["problem"] for each in refused}) == (6, {"<invented@x>"})
         kestrl(monkeypatch, *by_model(chat, database, out))
         assert len(chat.requests) == 6, "nothing is asked twice"
+        assert rows(tmp_path / ".q.jsonl.answers" / "refused.jsonl") == refused
     assert all(row["reward_model"]["ground_truth"]["answer"] == "Oslo" for row in rows(out))
 
 
@@ -163,8 +169,28 @@ def test_an_invalid_answer_is_repaired_or_left_out(
     capsys.readouterr()
     with ScriptedChat(lambda _request: {"content": "no"}) as chat:
         kestrl(monkeypatch, *by_model(chat, database, tmp_path / "r.jsonl"))
-    assert "no valid answer in 3 attempts" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "no valid answer in 3 attempts" in printed
+    assert "  18 is no JSON\n" in printed
+    log = tmp_path / ".r.jsonl.answers" / "refused.jsonl"
+    assert printed.splitlines()[-1] == f"each with the reply: {log}"
+    assert [each["reply"] for each in rows(log)] == ["no"] * 18
     assert rows(tmp_path / "r.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ("no", "is no JSON"),
+        ("[]", "reply: model type"),
+        ('{"questions": [{}]}', "questions.question: missing"),
+        ('{"questions": [], "more": 1}', "more: extra forbidden"),
+    ],
+)
+def test_a_reason_does_not_depend_on_the_place(reply: str, reason: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        WrittenList.model_validate_json(reply)
+    assert reason_of(refused.value) == reason
 
 
 def test_an_endpoint_that_refuses_ends_the_command_with_its_reason(

@@ -121,7 +121,8 @@ def questions(
             kept = [question for question in read if question is not None]
             typer.echo(f"{out}: {about.write_questions(out, kept, database)} questions")
             if len(kept) < len(read):
-                console.print(f"left out {len(read) - len(kept)} questions whose mails are not in {database}")
+                lost = f"left out {len(read) - len(kept)} questions whose mails are not in {database}"
+                console.print(lost, markup=False, soft_wrap=True)
             return
         write: Callable[[str], Iterable[Question]] = (
             partial(about.scripted, connection, limit=per_inbox, seed=seed)
@@ -183,6 +184,11 @@ def _written_by(
 
     with closing(writer):
         yield write
+    if refusals := writer.counts.refusals:
+        console.print("refused replies and questions, by reason:", soft_wrap=True)
+        for reason, count in refusals.most_common():
+            console.print(f"  {count} {reason}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"each with the reply: {writer.log}", markup=False, highlight=False, soft_wrap=True)
 
 
 def sample_maildir(

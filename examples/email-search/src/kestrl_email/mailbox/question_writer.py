@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ SHORTEST, LONGEST = 200, 5000
 """Characters of the bodies that are shown."""
 MAILS_PER_INBOX = 400
 ATTEMPTS = 3
+REFUSALS = "refused.jsonl"
+LONGEST_REPLY = 20_000
+"""Characters of a reply that are kept."""
+NOT_SHOWN = "names a mail that was not shown"
 TEMPERATURE = 0.5
 INSTRUCTIONS = (
     "You write questions for testing an assistant that searches a mailbox. "
@@ -89,7 +94,18 @@ class WriterCounts:
     """Questions that name a mail which was not shown."""
     repaired: int = 0
     """Answers that were asked for again."""
+    refusals: Counter[str] = field(default_factory=Counter[str])
+    """Replies and questions that were refused, by reason."""
     problems: list[str] = field(default_factory=list[str])
+
+
+def reason_of(error: ValidationError) -> str:
+    """Why a reply was refused, without what differs between replies: its first wrong field, and what is wrong of it."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return "is no JSON"
+    path = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
+    return f"{path or 'reply'}: {first['type'].replace('_', ' ')}"
 
 
 class QuestionWriter:
@@ -107,6 +123,20 @@ class QuestionWriter:
         self._seed, self._concurrency = seed, concurrency
         self.counts = WriterCounts()
         self._lock = threading.Lock()
+        self.log.unlink(missing_ok=True)
+
+    @property
+    def log(self) -> Path:
+        """JSONL with each refusal of this writer: inbox, reason, what was wrong, and the reply."""
+        return self._cache / REFUSALS
+
+    def _refuse(self, inbox: str, reason: str, problem: str, reply: str) -> None:
+        line = json.dumps({"inbox": inbox, "reason": reason, "problem": problem, "reply": reply[:LONGEST_REPLY]})
+        with self._lock:
+            self.counts.refusals[reason] += 1
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
     def close(self) -> None:
         """Closes the connections to the endpoint."""
@@ -133,8 +163,9 @@ class QuestionWriter:
     ) -> Iterator[Question]:
         dates = {mail.message_id: mail.date for mail in mails}
         for item in written.questions if written else ():
-            if not all(message_id in dates for message_id in item.message_ids):
+            if unknown := [message_id for message_id in item.message_ids if message_id not in dates]:
                 self.counts.dropped += 1
+                self._refuse(inbox, NOT_SHOWN, ", ".join(unknown), item.model_dump_json())
                 continue
             yield Question(
                 inbox=inbox,
@@ -164,9 +195,10 @@ class QuestionWriter:
                 with self._lock:
                     self.counts.repaired += 1
                 problem = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()[:5])
+                self._refuse(inbox, reason_of(error), problem, text)
                 messages = [
                     *self._messages(inbox, mails),
-                    {"role": "assistant", "content": text[:20_000]},
+                    {"role": "assistant", "content": text[:LONGEST_REPLY]},
                     {
                         "role": "user",
                         "content": f"This does not fit the schema ({problem}). Answer again, with JSON only.",

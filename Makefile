@@ -95,11 +95,11 @@ engine-versions: $(STAMP)
 ## make agents           run agents of other frameworks against the gateway, each in an environment of its own
 agents: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py tests/unit/rollout/hosts/test_verifiers.py tests/unit/storage/test_episode_readers.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/app/cli/test_starters.py tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py tests/unit/rollout/hosts/test_verifiers.py tests/unit/storage/test_episode_readers.py
 
 langgraph: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents -k langgraph tests/unit/app/cli/test_starters.py tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py
 
 HARNESSES := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
 ## make harnesses        drive Claude Code, Codex and opencode from npm, offline, against episodes

@@ -10,7 +10,7 @@ from pathlib import Path
 import kestrl._app.starters
 from kestrl.errors import UserInputError
 
-STARTERS = ("tool", "reward-only", "email")
+STARTERS = ("tool", "reward-only", "email", "langgraph", "environment")
 SUFFIX = ".template"
 """What the name of a file of Python has in this package, since it is none of its modules."""
 LONGEST = 80

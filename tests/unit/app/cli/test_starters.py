@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kestrl._app.starters.writing import STARTERS, write_starter
+from kestrl._shared.spec import read_job
 from kestrl.data.rows import load_scenarios
 from kestrl.errors import UserInputError
 
@@ -31,7 +32,10 @@ def types(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", STARTERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.agents) if name == "langgraph" else name for name in STARTERS],
+)
 def test_a_starter_is_valid_and_passes_its_tests(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "my jobs" / name
     program = "kestrl._app.cli.main"
@@ -42,8 +46,20 @@ def test_a_starter_is_valid_and_passes_its_tests(tmp_path: Path, name: str) -> N
     assert {"README.md", "job.yaml"} < names
     assert not any(each.endswith(".template") for each in names)
     if (folder / "data.jsonl").exists():
-        assert len(load_scenarios(folder / "data.jsonl")) == 10
+        assert len(load_scenarios(folder / "data.jsonl", promptless=name == "environment")) == 10
     assert [path.name for path in folder.parent.iterdir()] == [name]
+
+
+def test_the_starter_of_langgraph_passes_its_tests_without_langgraph(tmp_path: Path) -> None:
+    write_starter("langgraph", tmp_path / "agent")
+    agent = read_job(tmp_path / "agent" / "job.yaml").spec.agent
+    assert agent.python is not None
+    assert (agent.run, [item.partition(">")[0] for item in agent.python.requirements]) == (
+        "agent:agent",
+        ["langchain", "langchain-openai"],
+    )
+    assert len(load_scenarios(tmp_path / "agent" / "data.jsonl")) == 10
+    assert " passed" in types(tmp_path / "agent", "pytest", "-q", "-p", "no:cacheprovider")
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -58,6 +74,8 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_an_unknown_starter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="--template: 'tools' is none of tool, reward-only, email"):
+    with pytest.raises(
+        UserInputError, match="--template: 'tools' is none of tool, reward-only, email, langgraph, environment"
+    ):
         write_starter("tools", tmp_path / "new")
     assert list(tmp_path.iterdir()) == []

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.cli.sft import SETTINGS
+from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._shared.plan.components import TORCH_DEFAULTS
@@ -24,6 +28,10 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import ObjectStore, adapter_folders, fetch_adapter, open_store, read_manifest
 from kestrl.storage.models import fetch_model, model_folders
+from kestrl.storage.summary import read_summary
+
+if TYPE_CHECKING:  # the client of the Hub is imported where it is used
+    from kestrl._app.push.model_repository import ModelRepository
 
 console = Console()
 errors = Console(stderr=True)
@@ -60,6 +68,10 @@ class TrainedRun:
     store: ObjectStore
     base_model: Callable[[], str]
     """Folder or Hugging Face id of the model below the adapters; raises UserInputError if there is none."""
+    base: str
+    """The same model as the manifest names it, or its folder."""
+    data: Sequence[str]
+    """The data that it was trained on, as the manifest names them, or their files."""
 
 
 def trained_run(runs: Path, run_id: str | None) -> TrainedRun:
@@ -70,16 +82,28 @@ def trained_run(runs: Path, run_id: str | None) -> TrainedRun:
     """
     if run_id is not None and (settings := runs / run_id / SETTINGS).is_file():
         made = read_settings(SFTSettings, settings)
-        return TrainedRun(run_id, open_store(made.storage), lambda: made.model)
+        data = [name for name in (made.train.path, made.train.episodes) if name is not None]
+        return TrainedRun(run_id, open_store(made.storage), lambda: made.model, base=made.model, data=data)
     run = find_run(runs, run_id)
-    return TrainedRun(run.id, run_store(run), lambda: locate_model(run.job().spec.model.base, base=run.manifest_dir))
+    spec = run.job().spec
+    return TrainedRun(
+        run.id,
+        run_store(run),
+        lambda: locate_model(spec.model.base, base=run.manifest_dir),
+        base=spec.model.base,
+        data=[spec.data.train.uri],
+    )
 
 
 def export(
-    out: Annotated[Path, typer.Option("--out", help="Folder to create; it must not exist yet.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to create; it must not exist yet.")] = None,
     run_id: RunId = None,
     step: Annotated[int | None, typer.Option(help="Step of the adapter (default: the newest).")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into the base model.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="hf://ORG/NAME", help="Also upload it to the Hugging Face Hub, with a card."),
+    ] = None,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Export an adapter of a run with every digest verified, or the merged model with --merge. Of a run of `kestrl sft`
@@ -87,16 +111,30 @@ def export(
 
     A run of `kestrl sft` is named by its folder, NAME-sft.
     """
-    if out.exists():
+    if out is None and push is None:
+        raise UserInputError("--out: name a folder to create, or a repository with --push hf://ORG/NAME")
+    if out is not None and out.exists():
         raise UserInputError(f"--out: {out} exists already; name a new folder")
     trained = trained_run(runs, run_id)
+    repository = None if push is None else _repository(push)
+    with ExitStack() as stack:
+        folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrl-export-"))) / "exported"
+        name, adapter = _exported(trained, folder, step, merge=merge)
+        if out is not None:
+            console.print(f"{name} -> {out}", soft_wrap=True, markup=False)
+        if repository is not None:
+            address = _pushed(repository, trained, folder, name, adapter=adapter)
+            console.print(f"{name} -> {address}", soft_wrap=True, markup=False)
+
+
+def _exported(trained: TrainedRun, out: Path, step: int | None, *, merge: bool) -> tuple[str, bool]:
+    """Writes what is exported into a new folder; returns its name, and whether it is an adapter."""
     store = trained.store
     if folders := model_folders(store):
         if merge or step is not None:
             raise UserInputError("--merge, --step: the run trained all parameters and has one model; leave them out")
         out.parent.mkdir(parents=True, exist_ok=True)
-        console.print(f"{fetch_model(store, out, folders[-1]).policy.name} -> {out}", soft_wrap=True, markup=False)
-        return
+        return fetch_model(store, out, folders[-1]).policy.name, False
     folder = choose_adapter(store, step, trained.id)
     if read_manifest(store, folder).step == 0:
         errors.print(
@@ -106,12 +144,15 @@ def export(
         )
     if not merge:
         out.parent.mkdir(parents=True, exist_ok=True)
-        manifest = fetch_adapter(store, out, folder)
-        console.print(f"{manifest.policy.name} -> {out}", soft_wrap=True, markup=False)
-        return
+        return fetch_adapter(store, out, folder).policy.name, True
+    return _merged(trained, out, folder), False
+
+
+def _merged(trained: TrainedRun, out: Path, folder: str) -> str:
+    """Writes the model with an adapter merged into it; returns its name."""
     model = trained.base_model()
     scratch = out.with_name(out.name + ".adapter")
-    manifest = fetch_adapter(store, scratch, folder)
+    manifest = fetch_adapter(trained.store, scratch, folder)
     # Merging needs torch, which only the learner depends on; it runs as a separate program.
     command = [
         sys.executable,
@@ -130,7 +171,29 @@ def export(
     scratch.rmdir()
     if done.returncode != 0:
         raise StorageError(f"merging {manifest.policy.name} into {model} failed with exit status {done.returncode}")
-    console.print(f"{model} + {manifest.policy.name} -> {out}", soft_wrap=True, markup=False)
+    return f"{model} + {manifest.policy.name}"
+
+
+def _repository(address: str) -> ModelRepository:
+    from kestrl._app.push.model_repository import ModelRepository
+
+    return ModelRepository(address)
+
+
+def _pushed(repository: ModelRepository, trained: TrainedRun, folder: Path, name: str, *, adapter: bool) -> str:
+    """Uploads a folder with a card; returns the address of the commit."""
+    from kestrl._app.push.model_card import Exported, model_card
+
+    exported = Exported(
+        name=name.rpartition(" + ")[2],
+        base=trained.base,
+        data=trained.data,
+        adapter=adapter,
+        version=version("kestrl"),
+        summary=read_summary(trained.store),
+    )
+    write_atomic(folder / "README.md", model_card(exported, repository.id))
+    return repository.upload(folder, f"Export {exported.name} by KestRL {exported.version}")
 
 
 def register(app: typer.Typer) -> None:

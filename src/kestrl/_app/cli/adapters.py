@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.cli.sft import SETTINGS
-from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import find_run
 from kestrl._shared.plan.components import TORCH_DEFAULTS
@@ -182,7 +181,7 @@ def _repository(address: str) -> ModelRepository:
 
 def _pushed(repository: ModelRepository, trained: TrainedRun, folder: Path, name: str, *, adapter: bool) -> str:
     """Uploads a folder with a card; returns the address of the commit."""
-    from kestrl._app.push.model_card import Exported, model_card
+    from kestrl._app.push.model_card import PATHS, Exported, model_card, public_config
 
     exported = Exported(
         name=name.rpartition(" + ")[2],
@@ -192,8 +191,10 @@ def _pushed(repository: ModelRepository, trained: TrainedRun, folder: Path, name
         version=version("kestrl"),
         summary=read_summary(trained.store),
     )
-    write_atomic(folder / "README.md", model_card(exported, repository.id))
-    return repository.upload(folder, f"Export {exported.name} by KestRL {exported.version}")
+    configs = {path.name: path.read_text(encoding="utf-8") for path in map(folder.joinpath, PATHS) if path.is_file()}
+    texts = {name: public_config(name, text, trained.base) for name, text in configs.items()}
+    texts["README.md"] = model_card(exported, repository.id)
+    return repository.upload(folder, texts, f"Export {exported.name} by KestRL {exported.version}")
 
 
 def register(app: typer.Typer) -> None:

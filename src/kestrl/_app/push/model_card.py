@@ -1,7 +1,8 @@
-"""The card of a model or adapter on the Hub. Pure."""
+"""What a model or adapter on the Hub says of itself: its card, and its base model. Pure."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from kestrl.storage.summary import RunSummary
 from kestrl.terminal import safe_line
 
 HUB = "hf://"
+PATHS = {"adapter_config.json": "base_model_name_or_path", "config.json": "_name_or_path"}
+"""Files of an export and their field that has the folder of the base model on this machine."""
 CURVES = ("reward", "answer_correct")
 """Means of the held-out data that the card's curve shows."""
 
@@ -42,6 +45,14 @@ def public_name(uri: str) -> str:
     if address.scheme in {"hf", "demo"}:
         return uri
     return address.path.rstrip("/").rpartition("/")[2] or address.netloc
+
+
+def public_config(name: str, text: str, base: str) -> str:
+    """A file of `PATHS`, in which the base model is what others know it by, and not a folder of this machine."""
+    config = json.loads(text)
+    if PATHS[name] in config:
+        config[PATHS[name]] = base.removeprefix(HUB) if base.startswith(HUB) else public_name(base)
+    return json.dumps(config, indent=2)
 
 
 def model_card(exported: Exported, repository: str) -> str:

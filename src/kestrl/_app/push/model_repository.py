@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,27 @@ class ModelRepository:
         self._api: Any = huggingface_hub.HfApi(library_name="kestrl")
         self._asked(self._api.whoami)
 
-    def upload(self, folder: Path, message: str) -> str:
+    def upload(self, folder: Path, texts: Mapping[str, str], message: str) -> str:
         """Uploads the files of a folder as one commit, into a repository that is made if it is not there; returns the
         address of the commit.
+
+        Args:
+            folder: The files.
+            texts: Texts by file name, uploaded beside the folder's files or in place of them.
+            message: The commit's.
 
         Raises:
             UserInputError: The Hub refuses.
             StorageError: The Hub cannot be reached.
         """
+        from huggingface_hub import CommitOperationAdd
+
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        contents: dict[str, str | bytes] = {str(path.relative_to(folder)): str(path) for path in files}
+        contents |= {name: text.encode() for name, text in texts.items()}
+        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()]
         self._asked(self._api.create_repo, repo_id=self.id, repo_type="model", exist_ok=True)
-        commit = self._asked(self._api.upload_folder, repo_id=self.id, folder_path=folder, commit_message=message)
+        commit = self._asked(self._api.create_commit, repo_id=self.id, operations=added, commit_message=message)
         return str(commit.commit_url)
 
     def _asked(self, request: Any, **arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from tests.program import run_program
 from tests.unit.app.cli.test_front_door import MANIFEST
 
 from kestrl._app.local.rundir import RunDir, make_folders
-from kestrl._app.push.model_card import Exported, model_card, public_name
+from kestrl._app.push.model_card import Exported, model_card, public_config, public_name
 from kestrl._shared.spec import parse_job
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
@@ -38,7 +39,8 @@ def folder(tmp_path: Path) -> Path:
     run = RunDir(tmp_path / "runs" / "job-1")
     run.path.mkdir(parents=True)
     make_folders(run, parse_job({**MANIFEST, "spec": spec}), tmp_path)
-    files = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
+    config = {"base_model_name_or_path": str(tmp_path / "model"), "r": 4}
+    files = {WEIGHTS: b"weights", "adapter_config.json": json.dumps(config).encode()}
     manifest = AdapterManifest(
         job="job",
         step=10,
@@ -68,13 +70,14 @@ def test_an_adapter_is_uploaded_with_its_card(folder: Path, hub: Hub) -> None:
     ended = run_program("export", "--push", "hf://team/better", cwd=folder, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert (hub.repositories, hub.files[WEIGHTS]) == (["team/better"], b"weights")
+    assert json.loads(hub.files["adapter_config.json"]) == {"base_model_name_or_path": "org/base", "r": 4}
     assert "/commit/" in ended.stdout
     card = hub.files["README.md"].decode()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "org/base"
     for line in ("* Data: `train.jsonl`", "| 0 | 0.25 |  |", "| 10 | 0.75 | 0.5 |"):
         assert f"{line}\n" in card
     assert 'PeftModel.from_pretrained(base, "team/better")' in card
-    assert str(folder) not in card
+    assert str(folder).encode() not in b"".join(hub.files.values())
     assert [path.name for path in folder.iterdir() if path.name not in {"runs", "no-login"}] == []
 
 
@@ -116,6 +119,16 @@ def test_a_destination_is_needed(folder: Path) -> None:
     assert (ended.returncode, "--out: name a folder to create, or a repository" in ended.stderr) == (2, True)
 
 
+def test_what_is_exported_to_a_folder_too_is_left_as_it_was_published(folder: Path, hub: Hub) -> None:
+    environment = variables(folder, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+    ended = run_program("export", "--push", "hf://team/better", "--out", "adapter", cwd=folder, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == ["adapter_config.json", WEIGHTS]
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "model")
+    assert sorted(hub.files) == ["README.md", "adapter_config.json", WEIGHTS]
+
+
 def test_the_card_of_a_model_that_has_not_ended_names_no_path() -> None:
     exported = Exported(
         name="job-v1", base="/home/me/model", data=["s3://bucket/rows.jsonl"], adapter=False, version="1", summary=None
@@ -125,3 +138,5 @@ def test_the_card_of_a_model_that_has_not_ended_names_no_path() -> None:
     assert "Held-out" not in card
     assert 'AutoModelForCausalLM.from_pretrained("team/better")' in card
     assert (public_name("hf://org/x"), public_name("demo://tiny")) == ("hf://org/x", "demo://tiny")
+    config = '{"_name_or_path": "/home/me/model"}'
+    assert json.loads(public_config("config.json", config, "/home/me/model")) == {"_name_or_path": "model"}

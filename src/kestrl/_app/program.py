@@ -10,7 +10,12 @@ PACKAGES = frozenset({"rich", "typer"})
 """Packages of the extra `cli`."""
 
 
-def main() -> None:
+def kubectl_main() -> None:
+    """`kubectl kestrl`: `main` for jobs of the cluster."""
+    main(on_cluster=True)
+
+
+def main(*, on_cluster: bool = False) -> None:
     """Runs a command, or ends with exit code 2 and the package to install."""
     try:
         from kestrl._app.cli.main import main as run
@@ -19,4 +24,4 @@ def main() -> None:
             raise
         sys.stderr.write(f"error: the program kestrl needs the package {error.name}: pip install 'kestrl[cli]'\n")
         sys.exit(EXIT_INPUT)
-    run()
+    run(on_cluster=on_cluster)

@@ -21,6 +21,10 @@ EXTRAS = {"demo-model": "email", "email": "email", "sandbox": "local"}
 """Extras of kestrl that bring a command of another distribution."""
 
 
+ON_CLUSTER = ("status", "logs", "episodes", "suspend", "resume")
+"""Commands for jobs of a cluster."""
+
+
 class Listed(NamedTuple):
     """A command as `kestrl --help` lists it."""
 
@@ -118,8 +122,23 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         if args and args[0] in EXTRAS and args[0] not in _applications():
             raise UserInputError(f"kestrl {args[0]} is not installed; pip install 'kestrl[{EXTRAS[args[0]]}]'")
+        if args and is_on_cluster(ctx):
+            if args[0] not in ON_CLUSTER:
+                raise UserInputError(f"{args[0]}: jobs of a cluster have the commands {', '.join(ON_CLUSTER)}")
+            return args[0], of_cluster(args[0]), args[1:]
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else loaded(name), rest
+
+
+def is_on_cluster(context: Context) -> bool:
+    """Whether a command is for jobs of a cluster: of `kubectl kestrl`, or with a namespace or context."""
+    return bool(context.obj or context.params.get("_namespace") or context.params.get("_context"))
+
+
+def of_cluster(name: str) -> Command:
+    """A command for jobs of a cluster, with its options."""
+    app = import_module("kestrl._app.cluster.commands").cluster
+    return typer.main.get_group(app).commands[name]
 
 
 def loaded(name: str) -> Command | None:

@@ -38,15 +38,30 @@ def kestrl(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    _namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Namespace on a cluster: status, logs, episodes, suspend and resume are then of its jobs, by kubectl.",
+        ),
+    ] = None,
+    _context: Annotated[
+        str | None, typer.Option("--context", help="Context of kubectl (default: its current one).")
+    ] = None,
 ) -> None:
     pass
 
 
-def main() -> None:
-    """Runs a command. Exit code 2 means that the input has to be fixed, 1 that the command failed."""
+def main(*, on_cluster: bool = False) -> None:
+    """Runs a command. Exit code 2 means that the input has to be fixed, 1 that the command failed.
+
+    Args:
+        on_cluster: Whether commands are for jobs of a cluster also without a namespace, as of `kubectl kestrl`.
+    """
     console = Console(stderr=True)
     try:
-        app()
+        app(obj=on_cluster)
         sys.stdout.flush()
     except UserInputError as error:
         _end(console, str(error), EXIT_INPUT)

@@ -1,0 +1,132 @@
+"""The key of an HTTP tool rotated while a job trains: it waits until the Secret has the new one, and loses nothing."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import obstore
+import pytest
+from tests.e2e.cluster.client import Cluster, Object
+from tests.e2e.installation import BUCKET, Installation, at_step, condition, is_true, small, summary
+
+from kestrl_email.world import SYSTEM_PROMPT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+NAME, SECRET, ENTRY = "rotated-tool", "mail-server", "KEY"
+PORT = 8080
+"""One of the ports that jobs may reach."""
+STEPS = 4
+
+
+class MailServer(http.server.ThreadingHTTPServer):
+    """Answers every search of a client that shows the key."""
+
+    key = "the first"
+    asked = 0
+    """Searches that were answered."""
+
+
+class Search(http.server.BaseHTTPRequestHandler):
+    """A search of mails that finds none."""
+
+    server: MailServer
+
+    def do_GET(self) -> None:
+        known = self.headers.get("Authorization") == f"Bearer {self.server.key}"
+        self.server.asked += known
+        body = b"[]" if known else b"unauthorized"
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Type", "application/json" if known else "text/plain")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+        pass
+
+
+@pytest.fixture
+def server(pod_routes: Cluster) -> Iterator[MailServer]:
+    """A server beside the cluster."""
+    with MailServer((pod_routes.host_address, PORT), Search) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+def secret(key: str) -> Object:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": {ENTRY: key}}
+
+
+def tool(host: str) -> dict[str, Any]:
+    """The search of the e-mail example as an endpoint of the server."""
+    keywords = {"type": "array", "items": {"type": "string"}}
+    endpoint = {
+        "name": "search_emails",
+        "description": "Search mails.",
+        "path": "/search",
+        "parameters": {"keywords": keywords},
+        "required": ["keywords"],
+    }
+    authorization = {"secretRef": {"name": SECRET}, "secretKey": ENTRY, "prefix": "Bearer "}
+    return {
+        "http": {
+            "baseUrl": f"http://{host}:{PORT}",
+            "endpoints": [endpoint],
+            "secretHeaders": {"Authorization": authorization},
+            "timeout": "2s",
+        }
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
+    installation: Installation, server: MailServer
+) -> None:
+    cluster = installation.cluster
+    rows = [
+        {
+            "data_source": "mail",
+            "agent_name": "tool_agent",
+            "prompt": [
+                {"role": "system", "content": SYSTEM_PROMPT},
+                {"role": "user", "content": f"When is the meeting on topic {number}?"},
+            ],
+            "reward_model": {"style": "rule", "ground_truth": {"answer": "Monday", "message_id": "m", "named": []}},
+        }
+        for number in range(400)
+    ]
+    obstore.put(installation.bucket, "mail-rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    with installation.place() as namespace:
+        cluster.apply(secret(server.key), namespace)
+        job = small(
+            NAME,
+            data__train={"uri": f"s3://{BUCKET}/mail-rows.jsonl"},
+            tools=[tool(cluster.host_address)],
+            rewards=[{"rule": "kestrl_email.rewards:art_e"}],
+            schedule__maxSteps=STEPS,
+        )
+        cluster.apply(job, namespace)
+        installation.wait(NAME, namespace, at_step(1), 420)
+        assert server.asked, "the model calls the tool"
+        pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
+        server.key = "the second"
+        waits = installation.wait(
+            NAME, namespace, lambda found: condition(found, "LearnerProgressing")[1] == "CredentialRefused", 180
+        )
+        assert "put the new one into the Secret" in condition(waits, "LearnerProgressing")[2]
+        assert waits["status"]["shown"]["phase"] == "WaitingFor"
+        cluster.apply(secret(server.key), namespace)
+        done = installation.wait(NAME, namespace, is_true("Succeeded"), 420)
+        report = summary(installation, done)
+        assert (report["status"], report["steps"]) == ("succeeded", STEPS)
+        assert report["failures"].keys() == {"tool/tool_unauthorized"}
+        assert done["status"].get("restarts", 0) == 0
+        assert {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)} <= pods, "no pod was replaced"

@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.installation import Installation, at_step, is_true, small
+from tests.e2e.installation import Installation, Object, is_true, newest_adapter, small
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAME = "shown"
+STEPS = 400
+"""More steps than the job does before it is suspended, on any machine."""
+
+
+def is_published(job: Object) -> bool:
+    return bool(job.get("status", {}).get("policy", {}).get("uri"))
 
 
 @pytest.mark.long
@@ -28,15 +34,18 @@ def test_a_job_is_shown_and_suspended_by_the_program(installation: Installation)
 
     with installation.place() as namespace:
         assert "NotFound" in kestrl("status", NAME, code=2)
-        cluster.apply(small(NAME, schedule__maxSteps=40), namespace)
-        installation.wait(NAME, namespace, at_step(1), 420)
+        cluster.apply(small(NAME, schedule__maxSteps=STEPS), namespace)
+        installation.wait_for_adapter(NAME, namespace, 1, 420)
+        installation.wait(NAME, namespace, is_published, 120)
         assert NAME in kestrl("status")
         lines = kestrl("status", NAME).splitlines()
         assert lines[0].startswith(f"{NAME}  phase ")
         assert any(line.split()[:2] == ["Accepted", "True"] for line in lines)
         assert f"[pod/{NAME}-learner-0/learner]" in kestrl("logs", NAME, "-c", "learner", "-n", "5")
         assert len(kestrl("episodes", NAME, "--step", "1").splitlines()) == 16
-        assert "drains" in kestrl("suspend", NAME, program="kubectl-kestrl")
+        assert "finishes its step" in kestrl("suspend", NAME, program="kubectl-kestrl")
         installation.wait(NAME, namespace, is_true("Suspended"), 240)
-        assert "resumes" in kestrl("resume", NAME)
-        installation.wait(NAME, namespace, lambda job: not is_true("Suspended")(job), 120)
+        assert kestrl("status", NAME).startswith(f"{NAME}  phase Suspended")
+        step = newest_adapter(installation, NAME)
+        assert "is to run" in kestrl("resume", NAME)
+        installation.wait_for_adapter(NAME, namespace, step + 1, 420)

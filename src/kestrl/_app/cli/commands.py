@@ -20,7 +20,6 @@ COMMANDS_GROUP = "kestrl.commands"
 EXTRAS = {"demo-model": "email", "email": "email", "sandbox": "local"}
 """Extras of kestrl that bring a command of another distribution."""
 
-
 ON_CLUSTER = ("status", "logs", "episodes", "suspend", "resume")
 """Commands for jobs of a cluster."""
 
@@ -115,8 +114,14 @@ class Commands(TyperGroup):
         listed |= dict.fromkeys(sorted(_applications()), "")
         self.commands = {name: TyperCommand(name, help=summary) for name, summary in listed.items()}
 
+    def list_commands(self, ctx: Context) -> list[str]:
+        """Names for help; of `kubectl kestrl` those for jobs of a cluster."""
+        return list(ON_CLUSTER) if is_on_cluster(ctx) else super().list_commands(ctx)
+
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         """What help lists: the command without its options, but for those of applications."""
+        if is_on_cluster(ctx):
+            return of_cluster(cmd_name)
         return super().get_command(ctx, cmd_name) if cmd_name in COMMANDS else loaded(cmd_name)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
@@ -126,6 +131,8 @@ class Commands(TyperGroup):
             if args[0] not in ON_CLUSTER:
                 raise UserInputError(f"{args[0]}: jobs of a cluster have the commands {', '.join(ON_CLUSTER)}")
             return args[0], of_cluster(args[0]), args[1:]
+        if args and args[0] in ON_CLUSTER and args[0] not in COMMANDS:
+            raise UserInputError(f"{args[0]} is for jobs of a cluster: kestrl -n NAMESPACE {args[0]} JOB")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else loaded(name), rest
 

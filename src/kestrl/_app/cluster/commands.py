@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kestrl._app.cluster.kubectl import Jobs
-from kestrl._app.cluster.printing import run_address, status_lines
+from kestrl._app.cluster.printing import run_address, status_lines, suspension_line
 from kestrl.terminal import safe
 
 JobName = Annotated[str, typer.Argument(help="Name of the AgentRLJob.", show_default=False)]
@@ -67,12 +67,10 @@ def episodes(
 @cluster.command("suspend")
 def suspend(context: typer.Context, name: JobName) -> None:
     """Suspend a job: it finishes its step, writes a checkpoint and gives its devices back."""
-    _jobs(context).suspend(name, suspended=True)
-    typer.echo(f"{name} drains, and keeps its checkpoint; `resume {name}` goes on from there")
+    typer.echo(suspension_line(_jobs(context).suspend(name, suspended=True)))
 
 
 @cluster.command("resume")
 def resume(context: typer.Context, name: JobName) -> None:
     """Resume a suspended job from its checkpoint."""
-    _jobs(context).suspend(name, suspended=False)
-    typer.echo(f"{name} resumes")
+    typer.echo(suspension_line(_jobs(context).suspend(name, suspended=False)))

@@ -10,6 +10,8 @@ from kestrl.terminal import safe_line
 
 FACTS = ("phase", "step", "policy", "converged", "reward", "idle")
 """Columns of `kubectl get` in the first line."""
+ENDED = frozenset({"Succeeded", "Failed"})
+"""Phases of jobs that have ended."""
 ADAPTERS = "/adapters/"
 """What follows a run's folder in the address of a policy."""
 
@@ -22,13 +24,12 @@ def status_lines(job: Mapping[str, Any]) -> Iterator[str]:
     yield safe_line(f"{job['metadata']['name']}  {facts or 'no operator has seen it yet'}")
     if shown.get("reason"):
         yield safe_line(f"reason: {shown['reason']}")
-    for item in status.get("conditions", ()):
-        yield safe_line(
-            f"  {item['type']:20} {item['status']:8} {item['reason']:18} {item.get('message', '')}".rstrip()
-        )
+    for condition in status.get("conditions", ()):
+        columns = f"{condition['type']:20} {condition['status']:8} {condition['reason']:18}"
+        yield safe_line(f"  {columns} {condition.get('message', '')}".rstrip())
     for engine in status.get("engines", ()):
-        said = f": {engine['message']}" if engine.get("message") else ""
-        yield safe_line(f"engine {engine['name']}: {engine['state']}, {engine.get('version') or 'no version'}{said}")
+        version, message = engine.get("version") or "no version", engine.get("message", "")
+        yield safe_line(f"engine {engine['name']}: {engine['state']}, {version}{': ' if message else ''}{message}")
     for name, count in sorted(status.get("progress", {}).get("failures", {}).items()):
         yield safe_line(f"failures {name}: {count}")
     if crash := status.get("lastCrash"):
@@ -36,6 +37,16 @@ def status_lines(job: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  {safe_line(line)}" for line in crash.get("log", "").splitlines())
     if result := status.get("result"):
         yield safe_line(f"adapter: {result['uri']}")
+
+
+def suspension_line(job: Mapping[str, Any]) -> str:
+    """What follows from a job's `spec.suspend`, which has just been set."""
+    name, phase = job["metadata"]["name"], job.get("status", {}).get("shown", {}).get("phase", "")
+    if phase in ENDED:
+        return safe_line(f"{name} has ended ({phase}); that changes nothing")
+    if job["spec"]["suspend"]:
+        return safe_line(f"{name} finishes its step, writes a checkpoint and gives its devices back")
+    return safe_line(f"{name} is to run, from its last checkpoint if it has one")
 
 
 def run_address(job: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`kestrl -n NAMESPACE`: what is asked of kubectl, and what is printed. `tests/e2e/test_cli.py` has a real kubectl."""
+"""What `kestrl -n NAMESPACE` asks of kubectl and prints; `tests/e2e/jobs/test_cli.py` has a real kubectl."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from tests.program import run_program
+from typer import Context
 
+from kestrl._app.cli.commands import ON_CLUSTER, Commands
 from kestrl._app.cluster.kubectl import ClusterRefused, refusal
-from kestrl._app.cluster.printing import run_address, status_lines
+from kestrl._app.cluster.printing import run_address, status_lines, suspension_line
 from kestrl.errors import UserInputError
 
 STATUS = {
@@ -21,7 +23,7 @@ STATUS = {
     "policy": {"uri": "s3://runs/a/job-1/adapters/3"},
     "lastCrash": {"pod": "job-learner-0", "container": "learner", "reason": "Error", "code": 1, "log": "\x1b[2J"},
 }
-JOB: dict[str, Any] = {"metadata": {"name": "job"}, "status": STATUS}
+JOB: dict[str, Any] = {"metadata": {"name": "job"}, "spec": {"suspend": True}, "status": STATUS}
 
 
 def printed(*arguments: str, code: int = 0) -> str:
@@ -51,12 +53,44 @@ def test_a_job_is_asked_for_by_namespace_and_context(kubectl: Path) -> None:
 def test_a_job_is_suspended_and_resumed(kubectl: Path) -> None:
     printed("-n", "team-a", "suspend", "job")
     printed("-n", "team-a", "resume", "job")
-    patches = [line.partition("--patch=")[2].partition(" --request")[0] for line in kubectl.read_text().splitlines()]
+    patches = [line.partition("--patch=")[2].partition(" --output")[0] for line in kubectl.read_text().splitlines()]
     assert [json.loads(patch) for patch in patches] == [{"spec": {"suspend": True}}, {"spec": {"suspend": False}}]
 
 
 def test_what_only_a_machine_has_is_refused_with_what_there_is() -> None:
     assert "jobs of a cluster have the commands status, logs" in printed("-n", "team-a", "run", "job.yaml", code=2)
+
+
+def test_help_of_the_plugin_lists_what_it_has() -> None:
+    app = Commands(name="kestrl")
+    listed = app.list_commands(Context(app, obj=True))
+    assert listed == list(ON_CLUSTER)
+    assert all(app.get_command(Context(app, obj=True), name) for name in listed)
+    assert "run" in app.list_commands(Context(app, obj=False))
+
+
+def test_what_only_a_cluster_has_is_refused_without_a_namespace() -> None:
+    assert "kestrl -n NAMESPACE suspend JOB" in printed("suspend", "job", code=2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "suspended", "text"),
+    [
+        ("Running", True, "job finishes its step, writes a checkpoint"),
+        ("Suspended", False, "job is to run, from its last checkpoint"),
+        ("Succeeded", True, "job has ended (Succeeded)"),
+    ],
+)
+def test_the_line_after_a_change_says_what_follows(phase: str, suspended: bool, text: str) -> None:
+    job = {"metadata": {"name": "job"}, "spec": {"suspend": suspended}, "status": {"shown": {"phase": phase}}}
+    assert suspension_line(job).startswith(text)
+
+
+def test_errors_of_logs_that_fill_a_pipe_end_the_command(kubectl: Path) -> None:
+    errors = "head -c 300000 /dev/zero | tr '\\0' x >&2; exit 1"
+    script = f'#!/bin/sh\ncase "$*" in *" logs "*) {errors};; esac\ncat {kubectl.with_name("job.json")}\n'
+    kubectl.with_name("kubectl").write_text(script)
+    assert "cluster_refused" in printed("-n", "team-a", "logs", "job", code=1)
 
 
 def test_without_kubectl_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,15 +113,20 @@ def test_a_runs_folder_is_that_of_its_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "text"),
+    ("printed_errors", "kind", "text"),
     [
-        ('E1128 07:47:08 x.go:2] "x"\nThe connection to the server was refused', ClusterRefused, "The connection to"),
+        (
+            'E1128 07:47:08 x.go:2] "x"\nThe connection to\nthe server was refused',
+            ClusterRefused,
+            "The connection to the",
+        ),
         ('Error from server (NotFound): agentrljobs.kestrl.dev "x" not found', UserInputError, "Error from server"),
         ("Error from server (Forbidden): not you", ClusterRefused, "Error from server (Forbidden)"),
         ("", ClusterRefused, "kubectl failed"),
     ],
 )
-def test_an_error_of_kubectl_is_kept_without_its_log(said: str, kind: type[Exception], text: str) -> None:
-    error = refusal(said)
+def test_an_error_of_kubectl_is_kept_without_its_log(printed_errors: str, kind: type[Exception], text: str) -> None:
+    error = refusal(printed_errors)
+    assert "\n" not in str(error)
     assert type(error) is kind
     assert str(error).startswith(text)

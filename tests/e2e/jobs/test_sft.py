@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
-from .cluster.client import Cluster
-from .cluster.commands import CommandFailed, eventually
-from .installation import Installation, condition, is_true, small, stored
+from tests.e2e.cluster.client import Cluster
+from tests.e2e.cluster.commands import CommandFailed, eventually
+from tests.e2e.installation import Installation, condition, is_true, small, stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAME, SFT_JOB, PODS = "warm-up", "sftjobs.kestrl.dev", "kestrl.dev/sft-job=warm-up"

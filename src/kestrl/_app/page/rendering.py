@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kestrl._app.page import addresses
 from kestrl._app.page.conversation import cut, text
+from kestrl.storage.table.arrow import parquet
 from kestrl.terminal import safe
 
 FILES = Path(__file__).parent / "files"
@@ -36,6 +37,14 @@ def _environment() -> Environment:
     )
     environment.filters.update(number=_number, text=lambda content: cut(text(content)))
     return environment
+
+
+def load() -> None:
+    """Loads what the first page would wait for: the templates and the reader of stored episodes."""
+    environment = _environment()
+    for name in environment.list_templates(extensions=["html"]):
+        environment.get_template(name)
+    parquet()
 
 
 def render(template: str, **facts: Any) -> str:

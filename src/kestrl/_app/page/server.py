@@ -17,7 +17,7 @@ from kestrl._app.page.addresses import ASSETS
 from kestrl._app.page.guard import Guard
 from kestrl._app.page.library import Library
 from kestrl._app.page.pages import Manner, PageNotFound, Pages
-from kestrl._app.page.rendering import FILES, render
+from kestrl._app.page.rendering import FILES, load, render
 from kestrl.errors import KestrlError, PlaceError, StorageError, UserInputError
 
 LOOPBACK = "127.0.0.1"
@@ -124,6 +124,7 @@ def listener(port: int) -> socket.socket:
 
 def serve(app: Guard, listening: socket.socket) -> None:
     """Serves until the process is interrupted. Nothing is logged: an address may hold the token."""
+    load()  # while the address is opened: requests wait in the queue of the socket
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", server_header=False, proxy_headers=False, lifespan="off"
     )

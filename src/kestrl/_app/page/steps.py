@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -12,9 +12,10 @@ from threading import Lock
 from typing import Any
 
 from kestrl._app.episodes.reading import Batch, batch_table
+from kestrl.episode import Purpose
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import ObjectStore
-from kestrl.storage.layout import episode_batch
+from kestrl.storage.layout import episode_batch, episodes_folder
 
 STEP_COLUMNS = (
     "group", "group_index", "scenario", "episode", "outcome", "reason", "reward", "failure_boundary", "failure_code",
@@ -54,29 +55,31 @@ def point_of(batch: Batch, columns: Mapping[str, Sequence[Any]]) -> StepPoint:
 
 
 class Points:
-    """Points of steps, kept between requests. A file of another size is read again: a resumed run writes its last
-    steps again.
+    """Points of steps, kept between requests. A file that was written again is read again: a resumed run does so with
+    its last steps.
     """
 
     def __init__(self) -> None:
-        self._points: OrderedDict[tuple[str, Batch, int], StepPoint] = OrderedDict()
+        self._points: OrderedDict[tuple[str, Batch, str], StepPoint] = OrderedDict()
         self._lock = Lock()
 
     def of(self, store: ObjectStore, batches: Sequence[Batch]) -> Sequence[StepPoint]:
         """The points of steps, in their order. A step that cannot be read is a point with its problem."""
+        tags = _tags(store, {batch.purpose for batch in batches})
         with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(self._point, repeat(store), batches))
+            return list(pool.map(self._point, repeat(store), batches, repeat(tags)))
 
-    def _point(self, store: ObjectStore, batch: Batch) -> StepPoint:
+    def _point(self, store: ObjectStore, batch: Batch, tags: Mapping[str, str]) -> StepPoint:
+        # The tag is from before the read: a point of a file that is written meanwhile is read again.
+        key = (store.uri, batch, tags.get(episode_batch(*batch), ""))
+        with self._lock:
+            cached = self._points.get(key)
         try:
-            key = (store.uri, batch, _size(store, batch))
-            with self._lock:
-                cached = self._points.get(key)
             return cached or self._keep(key, point_of(batch, batch_table(store, batch, POINT_COLUMNS).to_pydict()))
         except (StorageError, UserInputError) as error:
             return StepPoint(batch=batch, reward=None, episodes=0, failures={}, problem=str(error))
 
-    def _keep(self, key: tuple[str, Batch, int], point: StepPoint) -> StepPoint:
+    def _keep(self, key: tuple[str, Batch, str], point: StepPoint) -> StepPoint:
         with self._lock:
             self._points[key] = point
             while len(self._points) > MOST_POINTS:
@@ -84,14 +87,11 @@ class Points:
         return point
 
 
-def _size(store: ObjectStore, batch: Batch) -> int:
-    """Bytes of a step's file; -1 of one that KestRL 0.1 stored."""
-    try:
-        return store.size(episode_batch(*batch))
-    except StorageError as error:
-        if error.code != "not_found":
-            raise
-        return -1
+def _tags(store: ObjectStore, purposes: Iterable[Purpose]) -> Mapping[str, str]:
+    """Version of each step's file by path; none of what KestRL 0.1 stored."""
+    return {
+        path: version.tag for purpose in purposes for path, version in store.versions(episodes_folder(purpose)).items()
+    }
 
 
 def step_rows(store: ObjectStore, batch: Batch, *, tokens: bool = False) -> Sequence[dict[str, Any]]:

@@ -134,14 +134,15 @@ class TableFile:
 
     def _spans(self, row_groups: Iterable[int], columns: Collection[str] | None) -> list[Span]:
         """Where the columns of row groups are in the file; not what a damaged footer says, which pyarrow refuses."""
+        schema = self._file.schema
+        names = [schema.column(place).path.partition(".")[0] for place in range(len(schema))]
+        places = [place for place, name in enumerate(names) if columns is None or name in columns]
         spans: list[Span] = []
         for number in row_groups:
             group = self._file.metadata.row_group(number)
-            for place in range(group.num_columns):
-                chunk = group.column(place)
-                if columns is None or chunk.path_in_schema.partition(".")[0] in columns:
-                    begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
-                    spans.append((begin, begin + chunk.total_compressed_size))
+            for chunk in map(group.column, places):
+                begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+                spans.append((begin, begin + chunk.total_compressed_size))
         return [(begin, end) for begin, end in spans if 0 <= begin < end <= self._source.size]
 
     @contextmanager

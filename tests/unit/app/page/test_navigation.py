@@ -12,9 +12,12 @@ from starlette.testclient import TestClient
 from tests.fakes.stored_runs import make_group, make_run, store_step
 
 from kestrl._app.episodes.places import find_place
+from kestrl._app.episodes.reading import Batch
 from kestrl._app.page.addresses import digest, file_of
 from kestrl._app.page.export import export_pages
 from kestrl._app.page.library import RunsFolder, SingleRun
+from kestrl._app.page.steps import Points
+from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
 from kestrl.runstate.events import StepFinished
 from kestrl.runstate.history import IdleTime, LastStep, StepCounts
@@ -22,6 +25,7 @@ from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import Segment, SegmentHeader
 from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.episodes import StoredGroup
+from kestrl.storage.layout import episode_batch
 
 Read = Callable[[str], str]
 Click = Callable[[str, str], str]
@@ -90,6 +94,23 @@ def test_groups_are_ordered_by_spread_then_by_failures(read: Read) -> None:
 def test_a_saved_filter_selects(read: Read, name: str, episodes: list[str]) -> None:
     page = read(f"{STEP}/only/{name}")
     assert re.findall(r'<a class="item"[^>]*>([^<]+)</a>', page) == episodes
+
+
+def test_a_step_that_is_written_again_with_the_same_size_is_shown_anew(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "job-1")
+    store, points, batch = open_store(str(run)), Points(), Batch(Purpose.TRAIN, 1)
+    path, stored = episode_batch(*batch), make_group("g")
+    sizes = dict[int, float]()
+    for reward in (number / 32 for number in range(32)):
+        right, failed = stored.group.episodes
+        group = replace(stored.group, episodes=[replace(right, reward=reward), failed])
+        store_step(run, 1, [replace(stored, group=group)], {})
+        if (size := store.size(path)) in sizes:
+            break
+        sizes[size] = reward
+        assert points.of(store, [batch])[0].reward == reward
+    assert size in sizes
+    assert points.of(store, [batch])[0].reward == reward
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ Row = Mapping[str, Any]
 GAP = "gap"
 GAP_BOUND = 0.05
 """Log-prob gap in nats a token above which the filter selects, unless the page sends another."""
+DISAGREED = "judge-disagreed"
+DISAGREED_BOUND = 0.25
+"""Distance of a ruler's largest to its smallest score of an episode, likewise."""
 LIMITS = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.AGENT_LIMIT})
 """Reasons of episodes that a limit ended."""
 USED = TRAINED_OUTCOMES | {GroupOutcome.EVALUATED}
@@ -30,6 +33,8 @@ class SavedFilter:
     matches: Callable[[Row], bool]
     tokens: bool = False
     """Whether it needs the tokens of the step."""
+    bounded: str = ""
+    """What it compares with a bound that a page may send; empty if it compares nothing."""
 
 
 def _failed_at(boundary: Boundary) -> SavedFilter:
@@ -42,12 +47,17 @@ def _failed_at(boundary: Boundary) -> SavedFilter:
 
 def gap_above(bound: float) -> SavedFilter:
     """The filter of episodes with a log-prob gap above a bound."""
-    return SavedFilter(
-        name=GAP,
-        title=f"gap above {bound:g}",
-        matches=lambda row: row["gap"] is not None and row["gap"] > bound,
-        tokens=True,
-    )
+    return SavedFilter(name=GAP, title=f"gap above {bound:g}", matches=_above("gap", bound), tokens=True, bounded="gap")
+
+
+def disagreed_above(bound: float) -> SavedFilter:
+    """The filter of episodes whose scores by a ruler differ by more than a bound."""
+    title = "judge disagreed" if bound == DISAGREED_BOUND else f"judge disagreed by more than {bound:g}"
+    return SavedFilter(name=DISAGREED, title=title, matches=_above("disagreement", bound), bounded="distance of scores")
+
+
+def _above(column: str, bound: float) -> Callable[[Row], bool]:
+    return lambda row: row[column] is not None and row[column] > bound
 
 
 _SAVED = (
@@ -62,17 +72,21 @@ _SAVED = (
     SavedFilter(name="not-trained", title="not trained on", matches=lambda row: row["outcome"] not in USED),
     SavedFilter(name="labelled-yes", title="labelled yes", matches=lambda row: row["label"] == "yes"),
     SavedFilter(name="labelled-no", title="labelled no", matches=lambda row: row["label"] == "no"),
+    disagreed_above(DISAGREED_BOUND),
     gap_above(GAP_BOUND),
 )
 FILTERS: Mapping[str, SavedFilter] = MappingProxyType({saved.name: saved for saved in _SAVED})
 
 
+_BOUNDED: Mapping[str, Callable[[float], SavedFilter]] = MappingProxyType({GAP: gap_above, DISAGREED: disagreed_above})
+
+
 def filter_of(name: str, above: str | None) -> SavedFilter | None:
     """The filter that a page names; None if there is none of this name, or its bound is not a finite number."""
-    if name != GAP or above is None:
+    if above is None or name not in _BOUNDED:
         return FILTERS.get(name)
     try:
         bound = float(above)
     except ValueError:
         return None
-    return gap_above(bound) if math.isfinite(bound) else None
+    return _BOUNDED[name](bound) if math.isfinite(bound) else None

@@ -54,7 +54,7 @@ class Pages:
             (re.compile(r"/"), self._runs),
             (re.compile(r"/runs/(?P<run>[^/]+)(?:/until/(?P<until>\d{1,9}))?"), self._run),
             (re.compile(STEP + r"(?:/from/(?P<begin>\d{1,9}))?"), self._step),
-            (re.compile(STEP + r"/only/(?P<filter>[a-z_-]+)"), self._filtered),
+            (re.compile(STEP + r"/only/(?P<filter>[a-z_-]+)(?:/from/(?P<begin>\d{1,9}))?"), self._filtered),
             (re.compile(EPISODE + r"(?P<earlier>/earlier)?"), self._episode),
             (re.compile(EPISODE + r"/tokens"), self._tokens),
         ]
@@ -115,7 +115,8 @@ class Pages:
 
     def _filtered(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         place, name, batch = self._place(parts), unquote(parts["run"]), _batch(parts)
-        page_facts = filtered_facts(place.store, batch, parts["filter"], query.get("above"))
+        begin = int(parts["begin"] or 0)
+        page_facts = filtered_facts(place.store, batch, parts["filter"], query.get("above"), begin)
         if page_facts is None:
             raise PageNotFound
         return render("filtered.html", manner=manner, name=name, batch=batch, live=False, **page_facts)

@@ -17,7 +17,7 @@ from kestrl.storage.episodes import ObjectEpisodeStore
 
 SHOWN_GROUPS = 100
 """Groups of a page."""
-SHOWN_ROWS = 500
+SHOWN_ROWS = 100
 """Episodes of a page of a filter."""
 Row = Mapping[str, Any]
 
@@ -63,14 +63,24 @@ def step_facts(store: ObjectStore, batch: Batch, begin: int) -> dict[str, Any] |
     }
 
 
-def filtered_facts(store: ObjectStore, batch: Batch, name: str, above: str | None) -> dict[str, Any] | None:
-    """The rows of a step that a filter selects; None if there is no such step or filter."""
+def filtered_facts(store: ObjectStore, batch: Batch, name: str, above: str | None, begin: int) -> dict[str, Any] | None:
+    """The rows of a step that a filter selects, from a place on; None if there is no such step, filter or place."""
     saved = filter_of(name, above)
     rows = None if saved is None else _labelled_rows(store, batch, tokens=saved.tokens)
     if saved is None or rows is None:
         return None
     selected = [row for row in rows if saved.matches(row)]
-    return {"filter": saved, "selected": selected[:SHOWN_ROWS], "count": len(selected), "rows": len(rows)}
+    if begin and begin >= len(selected):
+        return None
+    return {
+        "filter": saved,
+        "above": above if saved.bounded else None,
+        "selected": selected[begin : begin + SHOWN_ROWS],
+        "count": len(selected),
+        "rows": len(rows),
+        "begin": begin,
+        "further": begin + SHOWN_ROWS if len(selected) > begin + SHOWN_ROWS else None,
+    }
 
 
 def _labelled_rows(store: ObjectStore, batch: Batch, *, tokens: bool) -> Sequence[Row] | None:

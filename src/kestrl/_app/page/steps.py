@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ from kestrl.storage.layout import episode_batch, episodes_folder
 
 STEP_COLUMNS = (
     "group", "group_index", "scenario", "episode", "outcome", "reason", "reward", "failure_boundary", "failure_code",
-    "failure_message", "stop", "num_turns", "num_tool_calls", "policy", "engine",
+    "failure_message", "stop", "num_turns", "num_tool_calls", "policy", "engine", "scoring",
 )  # fmt: skip
 """Columns of the table that the page of a step needs."""
+RULER = "ruler"
+"""Component of the reward that stores each of its scores."""
 POINT_COLUMNS = ("reward", "failure_boundary", "episode")
 MOST_POINTS = 10_000
 """Points that are kept between requests."""
@@ -95,10 +98,22 @@ def _tags(store: ObjectStore, purposes: Iterable[Purpose]) -> Mapping[str, str]:
 
 
 def step_rows(store: ObjectStore, batch: Batch, *, tokens: bool = False) -> Sequence[dict[str, Any]]:
-    """The rows of a step, with the log-prob gap of each episode in nats a token if its tokens are read."""
+    """The rows of a step, with how far a ruler's scores of each episode differ, and, if its tokens are read, with its
+    log-prob gap in nats a token.
+    """
     columns = [*STEP_COLUMNS, *(("rows",) if tokens else ())]
     rows: list[dict[str, Any]] = batch_table(store, batch, columns).to_pylist()
-    return [{**row, "gap": episode_gap(row.pop("rows", None) or ())} for row in rows]
+    return [
+        {**row, "gap": episode_gap(row.pop("rows", None) or ()), "disagreement": disagreement(row.pop("scoring"))}
+        for row in rows
+    ]
+
+
+def disagreement(scoring: str | None) -> float | None:
+    """Distance of the largest to the smallest score that a ruler gave an episode; None if it gave fewer than two."""
+    ruler = (json.loads(scoring) if scoring else {}).get(RULER)
+    scores = ruler.get("scores", ()) if isinstance(ruler, dict) else ()
+    return max(scores) - min(scores) if len(scores) > 1 else None
 
 
 def episode_gap(rows: Sequence[Mapping[str, Any]]) -> float | None:

@@ -67,16 +67,18 @@ def failed_group() -> StoredGroup:
     count, refused = make_call("count", {"shelf": 2}, text="7 boxes"), CallOutcome.SCHEMA_VIOLATION
     wrong = make_call("count", {"shelf": "two"}, text="shelf is no number", outcome=refused)
     late = make_call("count", {"shelf": 9}, text="", turn=1)
-    right = episode("g", 0, 1.0, "I count.", "seven", calls=[count])
+    close = {"ruler": {"scores": [0.75, 1.0], "explanation": "right", "judges": ["a", "a"]}}
+    right = episode("g", 0, 1.0, "I count.", "seven", calls=[count], scoring=close)
     floats = type(right.rows[0].logprobs)
     sampled = right.sampled_tokens
+    apart = {"ruler": {"scores": [0.25, 0.0, 0.75], "explanation": "no end", "judges": ["a", "a", "b"]}}
     tokens = TrainedTokens(advantages=floats("f", [0.5] * sampled), learner_logprobs=floats("f", [-0.75] * sampled))
     stopped = StopReason.FAILED
     episodes = [
         right,
         episode("g", 1, None, "I count.", "Again.", calls=[count, late], failure=raised, stop_reason=stopped),
         episode("g", 2, -1.0, "I count.", "two", calls=[wrong], scoring={"exact": {"reason": "seven was expected"}}),
-        episode("g", 3, -0.5, "no end", stop_reason=StopReason.MAX_TOKENS),
+        episode("g", 3, -0.5, "no end", stop_reason=StopReason.MAX_TOKENS, scoring=apart),
     ]
     return stored("g", GroupOutcome.SHRUNK, episodes, tokens={"g/0": tokens})
 

@@ -13,6 +13,7 @@ from tests.fakes.stored_runs import make_group, make_run, store_step
 
 from kestrl._app.episodes.places import find_place
 from kestrl._app.episodes.reading import Batch
+from kestrl._app.page import step_page
 from kestrl._app.page.addresses import digest, file_of
 from kestrl._app.page.export import export_pages
 from kestrl._app.page.library import RunsFolder, SingleRun
@@ -89,6 +90,9 @@ def test_groups_are_ordered_by_spread_then_by_failures(read: Read) -> None:
         ("not-trained", []),
         ("gap", ["g/0"]),
         ("gap?above=0.9", []),
+        ("judge-disagreed", ["g/3"]),
+        ("judge-disagreed?above=0.75", []),
+        ("judge-disagreed?above=0.2", ["g/0", "g/3"]),
     ],
 )
 def test_a_saved_filter_selects(read: Read, name: str, episodes: list[str]) -> None:
@@ -113,11 +117,25 @@ def test_a_step_that_is_written_again_with_the_same_size_is_shown_anew(tmp_path:
     assert points.of(store, [batch])[0].reward == reward
 
 
+def test_a_filter_with_many_episodes_has_further_pages_with_its_bound(
+    read: Read, click: Click, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_page, "SHOWN_ROWS", 1)
+    address = f"{STEP}/only/judge-disagreed?above=0.2"
+    first = read(address)
+    assert "2 of 6 rows of the step; 1 to 1 are shown" in first
+    assert 'name="above"' in first
+    last = read(click(first, "further episodes"))
+    assert re.findall(r'<a class="item"[^>]*>([^<]+)</a>', last) == ["g/3"]
+    assert "further episodes" not in last
+
+
 @pytest.mark.parametrize(
     "address",
     [
         "/runs/nothing", "/runs/..%2Fjob-1", "/runs/job-1/train/9", f"{STEP}/only/reward%20%3C%200",
-        f"{STEP}/only/gap?above=nan", f"{STEP}/only/gap?above=1;drop", f"{STEP}/episode/{'0' * 16}",
+        f"{STEP}/only/judge-disagreed?above=inf", f"{STEP}/only/gap?above=nan", f"{STEP}/only/gap/from/1",
+        f"{STEP}/only/gap?above=1;drop", f"{STEP}/episode/{'0' * 16}",
         f"{page_of('g/0')}/tokens?row=7", f"{page_of('g/0')}/tokens?from=-1", "/page.py", "/../job.json",
     ],
 )  # fmt: skip

@@ -51,11 +51,11 @@ def test_splits_of_all_seeds_share_no_problem_and_a_size_changes_no_row() -> Non
     assert rows("train", seed=3, size=50) == rows("train", seed=3, size=200)[:50]
 
 
-def test_rows_are_read_as_scenarios_of_the_tool_agent(tmp_path: Path) -> None:
+def test_rows_are_read_as_scenarios_of_the_jobs_own_loop(tmp_path: Path) -> None:
     assert "20 rows" in kestrl("--size", "20", "--split", "validation", "--out", tmp_path / "rows.parquet")
     scenarios = load_scenarios(tmp_path / "rows.parquet")
     assert scenarios[3].id == "kestrl/arithmetic/3"
-    assert {scenario.agent for scenario in scenarios} == {"tool_agent"}
+    assert {scenario.agent for scenario in scenarios} == {""}
     for scenario in scenarios:
         assert str(eval(scenario.metadata["expression"])) == scenario.ground_truth
         assert scenario.metadata["split"] == "validation"

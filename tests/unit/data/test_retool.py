@@ -110,7 +110,7 @@ def test_what_is_left_out_is_counted_by_reason_with_its_first_line(tmp_path: Pat
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_questions_become_rows_for_the_tool_agent(tmp_path: Path, suffix: str) -> None:
+def test_questions_become_rows_for_the_jobs_own_loop(tmp_path: Path, suffix: str) -> None:
     repeated = dapo("1 + 1?", "2", "a")
     rows = [repeated, dapo("2 + 2?", 4, "b"), repeated, dapo("1 + 1?", "3", "c"), dapo("3 + 3?", "6", "a")]
     source = write(tmp_path / "dapo.jsonl", rows)
@@ -130,7 +130,7 @@ def test_questions_become_rows_for_the_tool_agent(tmp_path: Path, suffix: str) -
     assert (first.id, second.id) == ("math_dapo/a", "math_dapo/b")
     assert first.messages == [{"role": "user", "content": f"1 + 1?{ANSWER_FORMAT}"}]
     assert (first.ground_truth, second.ground_truth) == ("2", "4")
-    assert first.agent == "tool_agent"
+    assert first.agent == ""
 
 
 def test_problems_with_answers_are_questions_too(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 def test_a_row_carries_the_scope_hidden_from_the_model(tmp_path: Path):
     first, *_ = rows(provide("validation", 3, 42, tmp_path))
-    assert first["agent_name"] == "tool_agent"
-    assert set(first) == {"data_source", "agent_name", "prompt", "reward_model", "extra_info"}
+    assert set(first) == {"data_source", "prompt", "reward_model", "extra_info"}
     extra, reward = first["extra_info"], first["reward_model"]
     assert isinstance(extra, dict)
     assert isinstance(reward, dict)

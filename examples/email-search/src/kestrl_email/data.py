@@ -25,7 +25,6 @@ def row(task: Task, number: int, database: Path, tools: Sequence[str]) -> dict[s
     create = {"create_kwargs": {"database": str(database), "inbox": task.inbox}}
     return {
         "data_source": f"kestrl-email/{task.inbox.rpartition('-')[0]}",
-        "agent_name": "tool_agent",
         "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": task.question}],
         "reward_model": {
             "style": "rule",

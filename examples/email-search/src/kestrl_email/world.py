@@ -57,7 +57,7 @@ ONSETS = (
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io")
 CODAS = ("", "l", "m", "n", "r", "s", "t", "x")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-EDITION = 2
+EDITION = 3
 """Increase with every change of mails, questions or rows for a seed: files of older editions are not reused."""
 SYSTEM_PROMPT = "Find the answer in the mailbox."
 DOMAIN = "acme.example"

@@ -81,7 +81,7 @@ def problems(split: str, *, seed: int, size: int) -> Iterator[Problem]:
 
 
 def rows(split: str, *, seed: int, size: int) -> list[dict[str, Any]]:
-    """Scenarios in verl's form, for `tool_agent`.
+    """Scenarios in verl's form, for a loop with tools.
 
     Raises:
         UserInputError: As `problems`.
@@ -89,7 +89,6 @@ def rows(split: str, *, seed: int, size: int) -> list[dict[str, Any]]:
     return [
         {
             "data_source": SOURCE,
-            "agent_name": "tool_agent",
             "prompt": [{"role": "user", "content": problem.question}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},

@@ -56,7 +56,8 @@ def ground_truth(answer: str) -> str:
 def verl_row(
     question: str, answer: str, *, index: int, split: str, tool: MathTool, source: str = SOURCE
 ) -> dict[str, Any]:
-    """A problem as verl's preprocessing writes it (examples/data_preprocess/gsm8k_tool_agent_loop.py).
+    """A problem as verl's preprocessing writes it (examples/data_preprocess/gsm8k_tool_agent_loop.py), without
+    `agent_name` where the job's own loop attempts it.
 
     Args:
         question: The problem.
@@ -79,7 +80,7 @@ def verl_row(
         extra["need_tools_kwargs"] = False
     return {
         "data_source": source,
-        "agent_name": "single_turn_agent" if tool is MathTool.NONE else "tool_agent",
+        **({"agent_name": "single_turn_agent"} if tool is MathTool.NONE else {}),
         "prompt": [{"role": "system", "content": SYSTEM_PROMPTS[tool]}, {"role": "user", "content": asked}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": expected},

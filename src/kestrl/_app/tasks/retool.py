@@ -246,7 +246,6 @@ def _answer(value: object, column: str) -> str:
 def _verl_row(source: str, prompt: list[dict[str, Any]], answer: str, extra: dict[str, Any]) -> dict[str, Any]:
     return {
         "data_source": source,
-        "agent_name": "tool_agent",
         "prompt": prompt,
         "ability": "MATH",
         "reward_model": {"style": "rule", "ground_truth": answer},

@@ -164,7 +164,6 @@ def problems(split: str, seed: int, size: int, *, one_step: bool = False) -> lis
 def _row(problem: Problem, index: int, split: str) -> dict[str, Any]:
     return {
         "data_source": SOURCE,
-        "agent_name": "tool_agent",
         "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},

@@ -72,7 +72,6 @@ def row_of(question: Question, number: int, database: Path) -> dict[str, Any]:
     system = SYSTEM_PROMPT.format(inbox=question.inbox, query_date=question.query_date)
     return {
         "data_source": "kestrl-email/mailbox",
-        "agent_name": "tool_agent",
         "prompt": [{"role": "system", "content": system}, {"role": "user", "content": question.question}],
         "reward_model": {
             "style": "rule",

@@ -24,6 +24,14 @@ from kestrl.terminal import safe_line
 data = typer.Typer(no_args_is_help=True, help="Write data sets as JSONL or Parquet.")
 Out = Annotated[Path, typer.Option("--out", help="File to write, .jsonl or .parquet.", show_default=False)]
 Split = Annotated[str, typer.Option(help="Name of the split.")]
+Packages = Annotated[
+    list[str] | None,
+    typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
+]
+PythonOption = Annotated[
+    str | None,
+    typer.Option(help="Version of Python: the manifest's python.version.", show_default="that of KestRL"),
+]
 
 
 @data.callback()
@@ -120,18 +128,16 @@ def reasoning_gym(
     config: Annotated[
         str, typer.Option(help="Settings of the generator as JSON: those of the manifest's reasoningGym.config.")
     ] = "{}",
-    package: Annotated[
-        list[str] | None,
-        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
-    ] = None,
+    package: Packages = None,
+    python: PythonOption = None,
 ) -> None:
     """List tasks of a generator of reasoning-gym as rows, each with its digest."""
     gym = {"generator": generator, "config": _settings(config)}
-    environment = _environment("reasoningGym", gym, package or [])
+    environment = _environment("reasoningGym", gym, package, python)
     assert environment.reasoning_gym is not None
-    python = interpreter_of(environment, field="--package")
+    interpreter = interpreter_of(environment, field="--package")
     listing = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
-    rows = listed_rows(str(python), listing, field=f"GENERATOR {generator}")
+    rows = listed_rows(str(interpreter), listing, field=f"GENERATOR {generator}")
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -147,17 +153,15 @@ def verifiers(
     config: Annotated[
         str, typer.Option(help="Settings of the task set as JSON: those of the manifest's verifiers.config.taskset.")
     ] = "{}",
-    package: Annotated[
-        list[str] | None,
-        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
-    ] = None,
+    package: Packages = None,
+    python: PythonOption = None,
 ) -> None:
     """List tasks of a task set of verifiers as rows, each with its digest."""
     settings = {"taskset": _settings(config)}
-    environment = _environment("verifiers", {"taskset": taskset, "config": settings}, package or [])
-    python = interpreter_of(environment, field="--package")
+    environment = _environment("verifiers", {"taskset": taskset, "config": settings}, package, python)
+    interpreter = interpreter_of(environment, field="--package")
     listing = {"taskset": taskset, "settings": settings["taskset"], "size": size}
-    rows = listed_rows(str(python), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
+    rows = listed_rows(str(interpreter), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -174,18 +178,16 @@ def openenv(
     out: Out,
     split: Annotated[str | None, typer.Option(help="Name of the split. Default: train, or the only one.")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Number of tasks, the first ones. Default: all.")] = None,
-    package: Annotated[
-        list[str] | None,
-        typer.Option(help="Requirement to install, several times: those of the manifest's python.requirements."),
-    ] = None,
+    package: Packages = None,
+    python: PythonOption = None,
 ) -> None:
     """List tasks that a server of OpenEnv offers as rows, each with its digest."""
     running = server.startswith(("http://", "https://"))
-    environment = _environment("openenv", {"url" if running else "app": server}, package or [])
+    environment = _environment("openenv", {"url" if running else "app": server}, package, python)
     assert environment.openenv is not None
-    python = sys.executable if running else interpreter_of(environment, field="--package")
+    interpreter = sys.executable if running else interpreter_of(environment, field="--package")
     listing = {"openenv": environment.openenv.model_dump(), "split": split, "size": size}
-    rows = listed_rows(str(python), listing, field=f"SERVER {server}", python_path=(Path.cwd(),))
+    rows = listed_rows(str(interpreter), listing, field=f"SERVER {server}", python_path=(Path.cwd(),))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -197,14 +199,15 @@ def _settings(config: str) -> Any:
         raise UserInputError(f"--config: is no JSON: {error}") from error
 
 
-def _environment(kind: str, fields: dict[str, Any], packages: list[str]) -> Environment:
+def _environment(kind: str, fields: dict[str, Any], packages: list[str] | None, version: str | None) -> Environment:
     """An environment as a manifest has it.
 
     Raises:
         UserInputError: An option is invalid.
     """
     try:
-        return Environment.model_validate({kind: fields, "python": {"requirements": packages}})
+        python = {"requirements": packages or [], "version": version}
+        return Environment.model_validate({kind: fields, "python": python})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserInputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from websockets.http11 import Request, Response
 from websockets.sync.server import ServerConnection, serve
 
+from kestrl._app.cli import data
 from kestrl._app.cli.main import app
+from kestrl._shared.spec.environments import Environment, EnvironmentPython
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.testing.environments import check_environment
 from kestrl.tools import ToolError
@@ -157,6 +159,24 @@ def test_a_server_of_openenv_without_tasks_is_refused(tmp_path: Path) -> None:
     assert isinstance(refused.exception, UserInputError)
     assert "its tasks cannot be listed: the server offers no tasks" in str(refused.exception)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("listed", [("reasoning-gym", "chain_sum"), ("verifiers", "words"), ("openenv", "words:app")])
+def test_tasks_are_listed_in_the_python_that_the_manifest_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, str]
+) -> None:
+    made: list[EnvironmentPython] = []
+
+    def interpreter(environment: Environment, *, field: str) -> str:
+        made.append(environment.python)
+        raise UserInputError("no interpreter is made here")
+
+    monkeypatch.setattr(data, "interpreter_of", interpreter)
+    options = ["--package", "words==1.2", "--out", str(tmp_path / "rows.jsonl")]
+    CliRunner().invoke(app, ["data", *listed, *options, "--python", "3.12"])
+    assert made == [EnvironmentPython(requirements=["words==1.2"], version="3.12")]
+    refused = CliRunner().invoke(app, ["data", *listed, *options, "--python", "3.4"])
+    assert "python.version" in str(refused.exception)
 
 
 @pytest.fixture

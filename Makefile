@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit cluster-up cluster-down images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -194,6 +194,15 @@ e2e: $(STAMP)
 # The subset of e2e for CI.
 cluster: $(STAMP)
 	$(ON_KUBERNETES) "e2e and not long" tests/e2e
+
+## make cluster-up       try KestRL on a Kubernetes of this machine: cluster, S3, chart and the quickstart's job (Linux, root)
+cluster-up: $(STAMP)
+	@tests/e2e/kit/packages && $(MAKE) --no-print-directory kit >&2
+	@$(BIN)/python -m tests.e2e.trial up
+
+## make cluster-down     end that cluster, and remove all of it
+cluster-down: $(STAMP)
+	@$(BIN)/python -m tests.e2e.trial down
 
 ## make object-check     decode every object of the chart with Kubernetes' types (needs Go and helm)
 object-check:

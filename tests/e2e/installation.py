@@ -167,9 +167,13 @@ def at_step(least: int) -> Callable[[Object], bool]:
 
 def summary(installation: Installation, job: Object) -> Object:
     """The summary that the learner wrote at the end of its run."""
-    run = f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
-    content: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run}/summary.json").bytes()))
+    content: Object = json.loads(bytes(obstore.get(installation.bucket, f"e2e/{run_of(job)}/summary.json").bytes()))
     return content
+
+
+def run_of(job: Object) -> str:
+    """The folder of a job's run in its storage."""
+    return f"{job['metadata']['name']}-{job['metadata']['uid'].partition('-')[0]}"
 
 
 def stored(installation: Installation, job: str) -> list[str]:
@@ -207,18 +211,24 @@ def values(cluster: Cluster, store: S3Server) -> Object:
     }
 
 
-@contextmanager
-def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
-    """An installation, which is uninstalled with the block."""
+def install(cluster: Cluster, store: S3Server, folder: Path) -> Installation:
+    """An installation that stays."""
     path = folder / f"values-{uuid4().hex[:6]}.json"
     path.write_text(json.dumps(values(cluster, store)))
     cluster.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )
-    made = Installation(cluster, store, store.create_bucket(BUCKET), path)
-    made.install()
+    installation = Installation(cluster, store, store.create_bucket(BUCKET), path)
+    installation.install()
+    return installation
+
+
+@contextmanager
+def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
+    """An installation, which is uninstalled with the block."""
+    installation = install(cluster, store, folder)
     try:
-        yield made
+        yield installation
     finally:
-        made.uninstall()
+        installation.uninstall()
         cluster.delete("namespace", SYSTEM)

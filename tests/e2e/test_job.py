@@ -275,3 +275,28 @@ def test_an_environment_plays_in_a_container_of_its_image(installation: Installa
         ended = installation.wait("own-env", namespace, is_true("Succeeded"), 300)
         report = summary(installation, ended)
         assert (report["status"], report["steps"], report["failures"]) == ("succeeded", 1, {})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_job_on_ranks_of_two_pods_loses_one_and_trains_on(installation: Installation) -> None:
+    """The deleted pod's successor and the restarted learner form another gang, from the checkpoint."""
+    cluster, name, steps = installation.cluster, "ranks", 4
+    with installation.place("ranks") as namespace:
+        cluster.apply(small(name, schedule__maxSteps=steps, learner={"replicas": 2, "threads": 1}), namespace)
+        installation.wait_for_adapter(name, namespace, 1, 400)
+        lost = cluster.get("pod", f"{name}-ranks-0", namespace)["metadata"]["uid"]
+        cluster.kubectl("delete", "pod", f"{name}-ranks-0", f"--namespace={namespace}", "--grace-period=0", "--force")
+
+        def restarts() -> int:
+            learner = cluster.get("pod", f"{name}-learner-0", namespace)
+            return sum(item["restartCount"] for item in learner["status"].get("containerStatuses", ()))
+
+        eventually("the learner starts again", lambda: restarts() == 1, 180)
+        assert cluster.get("pod", f"{name}-ranks-0", namespace)["metadata"]["uid"] != lost
+        done = installation.wait(name, namespace, is_true("Succeeded"), 400)
+        report = summary(installation, done)
+        assert (report["status"], report["steps"]) == ("succeeded", steps)
+        assert report["logprob_gap"]["worst"] <= 1e-3
+        assert condition(done, "CheckpointDurable")[2] == f"step {steps}"
+        eventually("its pods are released", lambda: not cluster.list("pods", namespace), 120)

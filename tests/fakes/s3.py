@@ -1,5 +1,5 @@
 """A real S3 server for tests: OpenStack Swift with its `s3api`, four small processes over one folder, up in a few
-seconds.
+seconds. `python -m tests.fakes.s3 FOLDER HOST` serves one at the ports of `PORTS`, until it is terminated.
 
 Swift comes from PyPI (the `test-servers` dependency group). Known limitations: `If-Match` on PUT answers 501, and two
 simultaneous PUTs with `If-None-Match: *` may both succeed.
@@ -8,16 +8,19 @@ simultaneous PUTs with `If-None-Match: *` may both succeed.
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from getpass import getuser
+from http import HTTPStatus
 from pathlib import Path
 
 import obstore
@@ -74,6 +77,8 @@ _PROXY = "\n".join(
     )
 )
 KINDS: tuple[str, ...] = ("account", "container", "object", "proxy")
+PORTS: Mapping[str, int] = {"proxy": 9000, "account": 9001, "container": 9002, "object": 9003}
+"""Ports of a server that has its network to itself."""
 
 
 @dataclass(slots=True)
@@ -112,7 +117,7 @@ class S3Server:
         self.start()
 
     def create_bucket(self, name: str) -> S3Store:
-        """Creates a bucket, and returns a client for it that is independent of KestRL."""
+        """Creates a bucket if there is none, and returns a client for it that is independent of KestRL."""
         store = S3Store(
             name,
             endpoint=self.endpoint,
@@ -123,7 +128,11 @@ class S3Server:
             client_options={"allow_http": True},
         )
         url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
-        urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10).close()
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
         return store
 
     def start(self) -> None:
@@ -192,14 +201,15 @@ def _make_rings(folder: Path, ports: Mapping[str, int]) -> None:
 
 
 @contextmanager
-def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
+def serving_s3(folder: Path, *, host: str = "127.0.0.1", ports: Mapping[str, int] | None = None) -> Generator[S3Server]:
     """A server over `folder` (on a file system with extended attributes), stopped at the end of the block.
 
     Args:
         folder: Folder for content and configuration.
         host: An address of this machine; not loopback if there are clients on other machines.
+        ports: The servers' ports; free ones if None.
     """
-    ports = {kind: free_port(host if kind == "proxy" else "127.0.0.1") for kind in KINDS}
+    ports = ports or {kind: free_port(host if kind == "proxy" else "127.0.0.1") for kind in KINDS}
     (folder / "devices" / "d1").mkdir(parents=True, exist_ok=True)
     (folder / "swift.conf").write_text(_SWIFT)
     for kind in KINDS:
@@ -214,3 +224,14 @@ def serving_s3(folder: Path, *, host: str = "127.0.0.1") -> Generator[S3Server]:
         yield server
     finally:
         server.stop()
+
+
+def main(folder: str, host: str) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), serving_s3(Path(folder), host=host, ports=PORTS):
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

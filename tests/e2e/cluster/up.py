@@ -206,8 +206,8 @@ def _bring_up(node: Node, layout: Layout, kit: Kit, images: Future[list[Path]] |
     if images is not None:
         import_images(layout, kit, images.result())
         eventually("the node is ready", lambda: node_is_ready(api), START_SECONDS)
-        eventually("names are resolved", lambda: _accepts(layout.node_address, 53), START_SECONDS)
-        eventually("services are routed", lambda: _accepts(layout.kubernetes_service, 443), START_SECONDS)
+        eventually("names are resolved", lambda: accepts(layout.node_address, 53), START_SECONDS)
+        eventually("services are routed", lambda: accepts(layout.kubernetes_service, 443), START_SECONDS)
     state = node.state
     state.complete = True
     state.save()
@@ -248,7 +248,8 @@ def _succeeds(*command: str) -> bool:
     return False
 
 
-def _accepts(host: str, port: int) -> bool:
+def accepts(host: str, port: int) -> bool:
+    """Whether a server listens there."""
     with suppress(OSError), socket.create_connection((host, port), timeout=1):
         return True
     return False

@@ -12,8 +12,8 @@ from pydantic.alias_generators import to_camel
 from kestrl._shared.plan.agents import AGENT_PORT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import has_rank_pods
-from kestrl._shared.plan.settings.common import Model
-from kestrl._shared.plan.site import Build, Endpoint, Site
+from kestrl._shared.plan.settings.common import DNS, Model
+from kestrl._shared.plan.site import Build, Endpoint, EngineService, Site
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
@@ -262,10 +262,12 @@ def site_of(
     """
     name = job.metadata.name
 
+    def service(role: Role) -> str:
+        return f"{workload(name, role)}.{namespace}.{cluster.domain}"
+
     def endpoint(role: Role, index: int) -> Endpoint:
-        service = f"{workload(name, role)}.{namespace}.{cluster.domain}"
         by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
-        host = f"{workload(name, role)}-{index}.{service}" if by_pod else service
+        host = f"{workload(name, role)}-{index}.{service(role)}" if by_pod else service(role)
         if role is Role.AGENT:
             return Endpoint(bind="0.0.0.0", host=host, port=AGENT_PORT)  # noqa: S104 - NetworkPolicy protects it
         if role is Role.ENGINE:
@@ -290,5 +292,6 @@ def site_of(
         keep_alive=True,
         ranks_port=RANKS_PORT,
         traceparent=traceparent,
-        workers=(f"dns://{workload(name, Role.ROLLOUT)}.{namespace}.{cluster.domain}:{GRPC_PORT}",),
+        workers=(f"{DNS}{service(Role.ROLLOUT)}:{GRPC_PORT}",),
+        engine_service=EngineService(service(Role.INFERENCE), GRPC_PORT, HTTP_PORT),
     )

@@ -66,7 +66,7 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
             await watch.doubt()
         return pb.GetEngineResponse(
             name=self._settings.engine_name,
-            url=self._settings.engine_url,
+            url=self._settings.reported_url or self._settings.engine_url,
             state=engine_state_to_proto(watch.state),
             policies=[
                 pb.LoadedPolicy(

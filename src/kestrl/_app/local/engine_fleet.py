@@ -20,9 +20,9 @@ from kestrl._app.local.site import Listener, reserve_engine
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared.plan.components import Component
 from kestrl._shared.plan.devices import VISIBLE, with_devices
-from kestrl._shared.plan.engines import engine_component
+from kestrl._shared.plan.engines import engine_component, engine_entry
 from kestrl._shared.plan.judges import uses_own_engines
-from kestrl._shared.plan.planning import agent_component, engine_entry
+from kestrl._shared.plan.planning import agent_component
 from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import Site
 from kestrl._shared.rpc import call, channel

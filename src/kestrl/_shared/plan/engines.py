@@ -8,8 +8,9 @@ from dataclasses import replace
 from kestrl._shared import engine_failure
 from kestrl._shared.plan.components import Component, Device, Ready, Role
 from kestrl._shared.plan.judges import uses_own_engines
+from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl._shared.plan.site import Site
-from kestrl._shared.spec.job import AgentRLJob
+from kestrl._shared.spec.job import AgentRLJob, JobSpec
 from kestrl.engines import EngineDialect, Launch
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
@@ -25,6 +26,32 @@ ROUTES = "KESTRL_ENGINE_ROUTES"
 def engine_rank(engine: str, rank: int) -> int:
     """Smallest limit of an engine's ranks that supports the adapter's."""
     return next((limit for limit in DIALECTS[engine].ranks if limit >= rank), rank)
+
+
+def engine_url(site: Site, index: int) -> str:
+    return f"http://{site.endpoint(Role.ENGINE, index).address}"
+
+
+def engine_entry(site: Site, index: int) -> EngineEntry:
+    """Addresses of an engine, for the learner."""
+    address = site.endpoint(Role.INFERENCE, index).address
+    return EngineEntry(name=f"engine-{index}", url=engine_url(site, index), agent_address=address)
+
+
+def engine_places(spec: JobSpec, site: Site) -> dict[str, object]:
+    """Where the learner finds the engines, as fields of its settings: a name, a file, or one after the other."""
+    if site.engine_service is not None:
+        return {"engine_agents": site.engine_service.agents}
+    if site.engines_file is not None:
+        return {"engines_file": site.engines_file}
+    return {"engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas))}
+
+
+def engine_servers(spec: JobSpec, site: Site) -> tuple[str, ...]:
+    """Where the judge finds the engines: a name, or one after the other."""
+    if site.engine_service is not None:
+        return (site.engine_service.engines,)
+    return tuple(engine_url(site, index) for index in range(spec.inference.replicas))
 
 
 def engine_component(

@@ -9,7 +9,7 @@ from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import USUAL_WORKERS, Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
-from kestrl._shared.plan.engines import engine_component, failure_file
+from kestrl._shared.plan.engines import engine_component, engine_places, engine_servers, engine_url, failure_file
 from kestrl._shared.plan.environments import environment_entries, offers_tools, outside_environment
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.judges import (
@@ -24,7 +24,7 @@ from kestrl._shared.plan.judges import (
 from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.plan.settings.judge import JudgeSettings
-from kestrl._shared.plan.settings.learner import EngineEntry, GapBounds, LearnerSettings, RanksSettings, SinkEntry
+from kestrl._shared.plan.settings.learner import GapBounds, LearnerSettings, RanksSettings, SinkEntry
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Site
@@ -105,16 +105,6 @@ def _component(role: Role, index: int, settings: ServiceSettings, site: Site, *,
     )
 
 
-def engine_url(site: Site, index: int) -> str:
-    return f"http://{site.endpoint(Role.ENGINE, index).address}"
-
-
-def engine_entry(site: Site, index: int) -> EngineEntry:
-    """Addresses of an engine, for the learner."""
-    address = site.endpoint(Role.INFERENCE, index).address
-    return EngineEntry(name=f"engine-{index}", url=engine_url(site, index), agent_address=address)
-
-
 def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
     """The agent of the engine of replica `index`."""
     settings = AgentSettings.model_validate(
@@ -125,6 +115,7 @@ def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
             "engine_url": f"http://127.0.0.1:{site.endpoint(Role.ENGINE, index).port}"
             if site.templates
             else engine_url(site, index),
+            "reported_url": None if site.engine_service is None else site.engine_service.engine_of_pod,
             "base_model": site.model,
             "adapters_dir": f"{site.work_dir}/adapters-{index}",
             "failure_file": failure_file(site, index),
@@ -151,8 +142,7 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
 
 def _judge(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
-    urls = tuple(engine_url(site, index) for index in range(spec.inference.replicas))
-    own = urls if uses_own_engines(spec) else ()
+    own = engine_servers(spec, site) if uses_own_engines(spec) else ()
     ruler, correctness = ruler_entry(spec, own), correctness_entry(spec, own)
     judges = ruler is not None or correctness is not None
     settings = JudgeSettings.model_validate(
@@ -343,8 +333,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "database": site.database,
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
-            "engines": [] if site.engines_file else [engine_entry(site, at) for at in range(spec.inference.replicas)],
-            "engines_file": site.engines_file,
+            **engine_places(spec, site),
             "adapter_slots": spec.inference.adapter_slots,
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import MachineDevices
+from kestrl._shared.plan.settings.common import DNS
+from kestrl._shared.plan.settings.inference import POD
 from kestrl._shared.spec.inference import Accelerator
 from kestrl.errors import UserInputError
 
@@ -34,6 +36,29 @@ class Endpoint(NamedTuple):
     @property
     def metrics_listen(self) -> str | None:
         return None if self.metrics_port is None else f"{self.bind}:{self.metrics_port}"
+
+
+class EngineService(NamedTuple):
+    """The name behind which all engines of a job are found, on a cluster."""
+
+    host: str
+    agent_port: int
+    engine_port: int
+
+    @property
+    def agents(self) -> str:
+        """Address of all agents."""
+        return f"{DNS}{self.host}:{self.agent_port}"
+
+    @property
+    def engines(self) -> str:
+        """Address of all engines."""
+        return f"{DNS}{self.host}:{self.engine_port}"
+
+    @property
+    def engine_of_pod(self) -> str:
+        """URL of the engine in a pod, for whom the pod's name stands in the place of `POD`."""
+        return f"http://{POD}.{self.host}:{self.engine_port}"
 
 
 class Build(NamedTuple):
@@ -83,6 +108,8 @@ class Site:
     workers: tuple[str, ...] | None = None
     """Address of all rollout workers if their number may change: `dns://host:port`. None: the address of each
     replica."""
+    engine_service: EngineService | None = None
+    """Where all engines are found if their number may change, on a cluster."""
     engines_file: str | None = None
     """File that lists the engines of the run while it goes on; None where their number cannot change."""
     templates: bool = False

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.rpc.lookup import resolved
 from kestrl_learner.dispatch import workers
-from kestrl_learner.engines.discovery import resolved
 from kestrl_learner.run import Run
 
 

@@ -18,7 +18,7 @@ from kestrl_learner.engines.discovery import EnginesOfFile
 
 @pytest.fixture(autouse=True)
 def _looked_up_often(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_module, "DISCOVERY_SECONDS", 0.02)
+    monkeypatch.setattr(EnginesOfFile, "seconds", 0.02)
 
 
 class Fleet:

@@ -394,15 +394,16 @@ def test_changed_settings_roll_the_pods_that_read_them_and_no_others() -> None:
     assert {role for role in before if before[role] != slower[role]} == {"judge", "learner"}
 
 
-@pytest.mark.parametrize(
-    ("scaled", "role", "rolled"),
-    [("rollout.replicas=3", "rollout", set()), ("inference.replicas=3", "inference", {"email-search-learner"})],
-)
-def test_scaling_rolls_no_replica_but_changes_the_count(scaled: str, role: str, rolled: set[str]) -> None:
-    """Engines are listed in the learner's settings; workers are found by their Service."""
-    few, many = workloads(rendered()), workloads(rendered(scaled))
-    assert many[f"email-search-{role}"]["spec"]["replicas"] == 3
-    assert {name for name in few if few[name]["spec"]["template"] != many[name]["spec"]["template"]} == rolled
+@pytest.mark.parametrize("role", ["rollout", "inference"])
+def test_scaling_changes_a_number_and_nothing_else(role: str) -> None:
+    """Engines and workers are found by their Services, by a judge that asks the job's engines, too."""
+    ruler = "rewards=[{ruler: {self: true}}]"
+    few, many = rendered(ruler, f"{role}.replicas=2"), rendered(ruler, f"{role}.replicas=5")
+    scaled = [workloads(objects)[f"email-search-{role}"]["spec"].pop("replicas") for objects in (few, many)]
+    digests = {objects[-1]["metadata"]["annotations"].pop("kestrl.dev/rendered") for objects in (few, many)}
+    assert scaled == [2, 5]
+    assert len(digests) == 2, "the change is applied"
+    assert few == many
 
 
 def test_other_credentials_roll_every_pod() -> None:

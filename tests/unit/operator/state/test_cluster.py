@@ -10,6 +10,7 @@ import pytest
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.inference import AgentSettings
+from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.spec import AgentRLJob, read_job
@@ -35,17 +36,21 @@ def planned(*overrides: str) -> dict[str, Component]:
     return {component.name: component for component in plan(job, site)}
 
 
-def test_the_learner_finds_engines_by_pod_and_workers_by_name() -> None:
+def test_the_learner_finds_engines_and_workers_by_name() -> None:
     settings = planned()["learner-0"].settings
     assert isinstance(settings, LearnerSettings)
-    assert [engine.url for engine in settings.engines] == [
-        "http://email-search-inference-0.email-search-inference.team-a.svc:8000",
-        "http://email-search-inference-1.email-search-inference.team-a.svc:8000",
-    ]
-    assert settings.engines[1].agent_address == "email-search-inference-1.email-search-inference.team-a.svc:7000"
+    assert settings.engine_agents == "dns://email-search-inference.team-a.svc:7000"
+    assert (settings.engines, settings.engines_file) == ((), None)
     assert settings.rollout_addresses == ("dns://email-search-rollout.team-a.svc:7000",)
     assert settings.storage == "s3://bucket/email-search-1"
     assert settings.database == "sqlite:////kestrl/state/ledger.db"
+
+
+def test_a_judge_finds_the_jobs_engines_by_name() -> None:
+    settings = planned("rewards=[{ruler: {self: true}}]")["judge-0"].settings
+    assert isinstance(settings, JudgeSettings)
+    assert settings.ruler is not None
+    assert settings.ruler.judges[0].base_urls == ("dns://email-search-inference.team-a.svc:8000/v1",)
 
 
 def test_workers_find_tools_and_judge_by_their_services() -> None:
@@ -60,11 +65,8 @@ def test_one_component_stands_for_all_replicas_of_a_role() -> None:
     """One pod template serves all replicas, so a job of many costs the operator no more than one of few."""
     few, many = planned(), planned("inference.replicas=256", "rollout.replicas=1024")
     assert list(many) == list(few) == ["engine-0", "inference-0", "tools-0", "judge-0", "rollout-0", "learner-0"]
-    for name in ("engine-0", "inference-0", "rollout-0", "judge-0"):
+    for name in ("engine-0", "inference-0", "rollout-0", "judge-0", "learner-0"):
         assert many[name] == few[name]
-    learner = many["learner-0"].settings
-    assert isinstance(learner, LearnerSettings)
-    assert len(learner.engines) == 256
     assert all(part.ports == {"grpc": 7000, "metrics": 9464} for part in few.values() if part.role is not Role.ENGINE)
 
 
@@ -81,9 +83,11 @@ def test_a_pods_name_and_ordinal_tell_replicas_of_one_settings_file_apart(
     assert AgentSettings.read(paths["inference"]).engine_name == "engine-0"
     monkeypatch.setenv("KESTRL_REPLICA", "email-search-rollout-7d4-x2x")
     assert RolloutSettings.read(paths["rollout"]).component == "rollout-email-search-rollout-7d4-x2x"
+    monkeypatch.setenv("KESTRL_REPLICA", "email-search-inference-17")
     monkeypatch.setenv("KESTRL_INDEX", "17")
     agent = AgentSettings.read(paths["inference"])
     assert (agent.engine_name, agent.engine_url) == ("engine-17", "http://127.0.0.1:8000")
+    assert agent.reported_url == "http://email-search-inference-17.email-search-inference.team-a.svc:8000"
 
 
 def test_data_keeps_its_kind() -> None:

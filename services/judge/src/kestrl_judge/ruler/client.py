@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kestrl._shared.credentials import header_value
 from kestrl._shared.plan.settings.judge import JudgeModel
@@ -19,9 +18,7 @@ from kestrl._shared.user_secrets import PresentRedactor, user_secret
 from kestrl.errors import described
 from kestrl_judge.ruler.completion import Reply, read_reply
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+from kestrl_judge.ruler.servers import Servers
 
 ATTEMPTS = 6
 """Attempts of one request, within the time limit of its group."""
@@ -88,18 +85,15 @@ class JudgeClient:
         self._accepted = False
         """Whether the server has answered a request."""
         self.pacer = Pacer(concurrency)
-        self._clients: Sequence[AsyncOpenAI] = [
-            AsyncOpenAI(
-                base_url=url,
-                api_key=self._present_key,
-                max_retries=0,
-                timeout=request_seconds,
-                default_headers=NOT_COMPRESSED,
-                http_client=DefaultAsyncHttpxClient(event_hooks={"response": [bound]}),
-            )
-            for url in judge.base_urls
-        ]
-        self._turn = itertools.cycle(self._clients)
+        self._servers = Servers(judge.base_urls)
+        self._client = AsyncOpenAI(
+            base_url=judge.base_urls[0],  # replaced for each request
+            api_key=self._present_key,
+            max_retries=0,
+            timeout=request_seconds,
+            default_headers=NOT_COMPRESSED,
+            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [bound]}),
+        )
 
     def _key(self) -> str:
         return (user_secret(self.judge.key_variable) or "") if self.judge.key_variable else ""
@@ -109,8 +103,7 @@ class JudgeClient:
         return self._key() or NO_KEY
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        await self._client.close()
 
     async def ask(
         self,
@@ -133,7 +126,7 @@ class JudgeClient:
             try:
                 async with self.pacer.slot():
                     with metered() as meter:
-                        reply = await self._metered(meter, next(self._turn), messages, options)
+                        reply = await self._metered(meter, messages, options)
                 self.pacer.answered()
                 return reply
             except _Retried as error:
@@ -146,11 +139,9 @@ class JudgeClient:
                 if not error.paced:  # otherwise the pacer pauses every request
                     await asyncio.sleep(pause)
 
-    async def _metered(
-        self, meter: Meter, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
-    ) -> Reply:
+    async def _metered(self, meter: Meter, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
         try:
-            reply = await self._once(client, messages, options)
+            reply = await self._once(messages, options)
         except NoScores:
             meter.refused()
             raise
@@ -163,13 +154,16 @@ class JudgeClient:
         meter.answered(reply)
         return reply
 
-    async def _once(
-        self, client: AsyncOpenAI, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
-    ) -> Reply:
+    async def _once(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
         import openai
 
         from kestrl._shared.bounded_answers import AnswerTooLong
 
+        url = await self._servers.next()
+        if url is None:
+            names = ", ".join(self.judge.base_urls)
+            raise _Retried(Reason.UNAVAILABLE, f"there is no server behind {names}", sent=Sent.NO)
+        client = self._client.with_options(base_url=url)
         with span(SpanName.JUDGE_CALL, {Attr.MODEL: self.judge.model}) as current:
             try:
                 create: Any = client.chat.completions.with_raw_response.create
@@ -182,6 +176,8 @@ class JudgeClient:
                 cause = error.__cause__ or error
                 # Other failures of a connection may come after the request, which then may be answered and billed.
                 sent = Sent.NO if type(cause).__name__ in NOT_CONNECTED else Sent.PERHAPS
+                if sent is Sent.NO:
+                    self._servers.unreachable(url)
                 reason = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
                 raise _Retried(Reason.UNAVAILABLE, reason, sent=sent) from error
             except openai.APIStatusError as error:

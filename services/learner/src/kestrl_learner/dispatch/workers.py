@@ -22,9 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl._shared.credentials import Secret
+from kestrl._shared.plan.settings.common import DNS
 from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
 from kestrl._shared.rpc import Channel, call, channel, connected, stream
 from kestrl._shared.rpc.codec import sandboxes_from_proto
+from kestrl._shared.rpc.lookup import resolved
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.common.v1 import common_pb2 as common_pb
@@ -34,7 +36,6 @@ from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.errors import KestrlError
 from kestrl_learner.concurrency import Signal
-from kestrl_learner.engines.discovery import DNS, resolved
 from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
 

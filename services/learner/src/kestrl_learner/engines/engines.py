@@ -48,7 +48,6 @@ LONGEST_BUILD = 100
 """Characters of an engine's name or version."""
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
-DISCOVERY_SECONDS = 1.0
 FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
 
 
@@ -208,7 +207,7 @@ class Engines:
                 listed = await self._discovery.look()
                 if listed is not None:
                     await self._apply(listed, tasks)
-                await asyncio.sleep(DISCOVERY_SECONDS)
+                await asyncio.sleep(self._discovery.seconds)
 
     async def _apply(self, listed: Sequence[EngineEntry], tasks: asyncio.TaskGroup) -> None:
         """Begins to watch the engines that have joined, and ends it for those that have left."""
@@ -221,6 +220,7 @@ class Engines:
         for entry in joined:
             known = self._add(entry)
             known.watching = tasks.create_task(self._watch(known), name=f"watch-{entry.name}")
+        self._known.sort(key=lambda known: listed.index(known.entry))
         for known in left:
             known.lost = True
             self._progress.idle.forget(known.entry.name)

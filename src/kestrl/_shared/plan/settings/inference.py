@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 from typing import Self
 
-from kestrl._shared.plan.settings.common import INDEX_VARIABLE, ServiceSettings
+from kestrl._shared.plan.settings.common import INDEX_VARIABLE, REPLICA_VARIABLE, ServiceSettings
+
+POD = "{pod}"
+"""What the name of an agent's pod replaces in `reported_url`."""
 
 
 class AgentSettings(ServiceSettings):
@@ -16,6 +19,9 @@ class AgentSettings(ServiceSettings):
     """Dialect of the engine."""
     engine_name: str
     engine_url: str
+    """Where the agent reaches its engine."""
+    reported_url: str | None = None
+    """Where others reach it, with `POD` where agents share a file; None for `engine_url`."""
     base_model: str
     """Name under which the engine serves the base model."""
     adapters_dir: str
@@ -36,10 +42,13 @@ class AgentSettings(ServiceSettings):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the settings file. KESTRL_INDEX identifies the engine if agents share a file.
+        """Reads the settings file. If agents share it, KESTRL_INDEX identifies the engine, and KESTRL_REPLICA its pod.
 
         Raises:
             UserInputError: The file is missing or invalid for this version.
         """
-        settings, index = super().read(path), os.environ.get(INDEX_VARIABLE)
-        return settings.model_copy(update={"engine_name": f"engine-{index}"}) if index else settings
+        settings, index, pod = super().read(path), os.environ.get(INDEX_VARIABLE), os.environ.get(REPLICA_VARIABLE)
+        changes = {"engine_name": f"engine-{index}"} if index else {}
+        if pod and settings.reported_url is not None:
+            changes["reported_url"] = settings.reported_url.replace(POD, pod)
+        return settings.model_copy(update=changes)

@@ -134,6 +134,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """All engines, if their number cannot change."""
     engines_file: str | None = None
     """Path of an `EngineList` that is read again and again, in place of `engines`."""
+    engine_agents: str | None = None
+    """`dns://host:port` of which each address is an engine's agent, in place of `engines`."""
     adapter_slots: int
     """Maximum number of versions in every engine."""
     gap_bounds: GapBounds

@@ -1,0 +1,66 @@
+"""The servers of a judge model: in turn, those that can be reached first, and all behind a name as of now."""
+
+from __future__ import annotations
+
+import pytest
+from tests.fakes.judge_model import ScriptedJudge, graded
+from tests.unit.judge.rulers import group, honest, ruler_entry, value_of
+
+from kestrl_judge.ruler import servers
+from kestrl_judge.ruler.scorer import RulerScorer
+from kestrl_judge.ruler.servers import Servers
+
+
+async def turns(asked: Servers, count: int) -> set[str | None]:
+    return {await asked.next() for _ in range(count)}
+
+
+async def test_servers_of_the_settings_take_turns() -> None:
+    asked = Servers(("https://a/v1", "https://b/v1"))
+    assert [await asked.next() for _ in range(3)] in (
+        ["https://a/v1", "https://b/v1", "https://a/v1"],
+        ["https://b/v1", "https://a/v1", "https://b/v1"],
+    )
+
+
+async def test_a_server_that_cannot_be_reached_is_passed_over_while_there_is_another() -> None:
+    asked = Servers(("https://a/v1", "https://b/v1"))
+    asked.unreachable("https://a/v1")
+    assert await turns(asked, 4) == {"https://b/v1"}
+    asked.unreachable("https://b/v1")
+    assert await turns(asked, 4) == {"https://a/v1", "https://b/v1"}
+
+
+async def test_a_name_stands_for_its_addresses() -> None:
+    assert "http://127.0.0.1:8000/v1" in await turns(Servers(("dns://localhost:8000/v1",)), 4)
+
+
+async def test_a_judge_behind_a_name_is_asked() -> None:
+    async with ScriptedJudge(lambda asked: graded(asked, honest)) as server:
+        behind_a_name = server.url.replace("http://127.0.0.1", "dns://localhost")
+        assert behind_a_name != server.url
+        scorer = RulerScorer(ruler_entry(behind_a_name), salt="run")
+        await scorer.open()
+        verdicts = (await scorer.score(group("4", "5"), max_turns=5)).verdicts
+        await scorer.close()
+    assert value_of(verdicts["g/0"]) > value_of(verdicts["g/1"])
+
+
+async def test_servers_behind_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "LOOK_SECONDS", 0.0)
+    present: set[str] | None = set()
+
+    async def resolve(name: str) -> set[str] | None:
+        assert name == "job-inference:8000"
+        return present
+
+    monkeypatch.setattr(servers, "resolved", resolve)
+    asked = Servers(("dns://job-inference:8000/v1",))
+    assert await asked.next() is None
+    present = {"10.0.0.1:8000", "[fd00::2]:8000"}
+    both = {"http://10.0.0.1:8000/v1", "http://[fd00::2]:8000/v1"}
+    assert await turns(asked, 4) == both
+    present = None  # a name server that fails takes none away
+    assert await turns(asked, 4) == both
+    present = {"10.0.0.3:8000"}
+    assert await turns(asked, 4) == {"http://10.0.0.3:8000/v1"}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.runner_record import ComponentRecord
-from kestrl._shared.process_guard import children
+from kestrl._shared.processes.process_guard import children
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvloop
 
 from kestrl._shared.log_lines import start_log
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 if __name__ == "__main__":
     end_at_sigterm()  # before slow imports

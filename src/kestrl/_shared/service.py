@@ -16,7 +16,7 @@ from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.credentials import require
 from kestrl._shared.log_lines import environment_redactor, start_log
 from kestrl._shared.plan.settings.common import Settings
-from kestrl._shared.stopping import leave
+from kestrl._shared.processes.stopping import leave
 from kestrl._shared.telemetry import set_up
 from kestrl.errors import KestrlError, UserInputError, place_error
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrl._shared.process_guard import children
+from kestrl._shared.processes.process_guard import children
 
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 """A started program would inherit these ignored signals, and its containers with it."""

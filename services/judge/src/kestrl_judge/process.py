@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl._shared import process_guard
+from kestrl._shared.processes import process_guard
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import JudgeFailure, UserInputError

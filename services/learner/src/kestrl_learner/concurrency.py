@@ -11,7 +11,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from kestrl._shared.stopping import ABANDONED
+from kestrl._shared.processes.stopping import ABANDONED
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ class Signal:
 
 async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
     """Runs blocking work in a daemon thread that does not delay the end of the process (see
-    `kestrl._shared.stopping.leave`).
+    `kestrl._shared.processes.stopping.leave`).
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()

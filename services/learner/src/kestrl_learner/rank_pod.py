@@ -13,7 +13,7 @@ import os
 import sys
 from contextlib import suppress
 
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 if __name__ == "__main__":
     end_at_sigterm()  # before slow imports

@@ -21,7 +21,7 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient
 
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 if __name__ == "__main__":
     end_at_sigterm()  # before slow imports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 if __name__ == "__main__":
     end_at_sigterm()  # before slow imports

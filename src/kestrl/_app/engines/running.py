@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kestrl._app.engines.variables import engine_environment
-from kestrl._shared import engine_failure, process_guard
+from kestrl._shared import engine_failure
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component
+from kestrl._shared.processes import process_guard
 from kestrl.errors import KestrlError, UserInputError
 
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - a name of what a person asks for

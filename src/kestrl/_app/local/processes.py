@@ -13,9 +13,9 @@ from pathlib import Path
 from kestrl._app.engines.variables import engine_environment
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.logs import Log, tail
-from kestrl._shared import process_guard
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.processes import process_guard
 from kestrl._shared.spec.rules.reserved_arguments import RESERVED_VARIABLES
 from kestrl.errors import UserInputError
 

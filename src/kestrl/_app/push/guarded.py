@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from kestrl._app.interpreters.places import without_python
-from kestrl._shared import process_guard
+from kestrl._shared.processes import process_guard
 
 STOP_SECONDS = 10.0
 

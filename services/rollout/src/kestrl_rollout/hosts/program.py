@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from kestrl._shared import process_guard
+from kestrl._shared.processes import process_guard
 
 KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
 """Variables that programs inherit: none with a credential of the worker."""

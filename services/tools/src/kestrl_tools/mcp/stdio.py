@@ -18,8 +18,8 @@ from mcp.shared.message import SessionMessage
 from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from kestrl._shared import process_guard
 from kestrl._shared.bounded_answers import MAX_MESSAGE
+from kestrl._shared.processes import process_guard
 from kestrl.data.values import MAX_VALUES, exceeds_values
 from kestrl.redaction import Redactor
 from kestrl_tools.mcp.sdk import TransportStreams

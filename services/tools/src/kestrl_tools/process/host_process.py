@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from kestrl._shared import process_guard
 from kestrl._shared.environments import link_sources
+from kestrl._shared.processes import process_guard
 from kestrl_tools.process.frames import Message, ask, receive
 from kestrl_tools.process.host import HostSettings
 

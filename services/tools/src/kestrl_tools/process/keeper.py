@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NoReturn
 
-from kestrl._shared.process_guard import (
+from kestrl._shared.processes.process_guard import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     kill_descendants,

@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[2]
-GUARD = PACKAGES / "kestrl" / "_shared" / "process_guard.py"
+GUARD = PACKAGES / "kestrl" / "_shared" / "processes" / "process_guard.py"
 DESCRIPTORS = 4
 """Standard input, guard's pipe, requests, control."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kestrl._shared import process_guard
+from kestrl._shared.processes import process_guard
 
 # Starts a grandchild in a session of its own, which holds the writing end of `alive`: it is readable once all are gone.
 FAMILY = """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrl._shared.stopping import EXIT_STOPPED
+from kestrl._shared.processes.stopping import EXIT_STOPPED
 from kestrl_learner.concurrency import abandonable
 
 SECONDS = 30.0
@@ -49,7 +49,7 @@ def test_a_component_that_starts_ends_at_sigterm(module: str, tmp_path: Path) ->
 
 REPLACES = """
 import os, signal
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 end_at_sigterm()
 
@@ -63,7 +63,7 @@ class Owner:  # Python 3.11 replaces any exception of `__set_name__` by a Runtim
 """
 DROPS = """
 import os, signal
-from kestrl._shared.stopping import end_at_sigterm
+from kestrl._shared.processes.stopping import end_at_sigterm
 
 end_at_sigterm()
 
@@ -86,7 +86,7 @@ def test_sigterm_ends_a_start_where_python_replaces_exceptions(program: str) -> 
 
 PROGRAM = """
 import asyncio, sys, threading
-from kestrl._shared.stopping import leave
+from kestrl._shared.processes.stopping import leave
 from kestrl_learner.concurrency import abandonable
 
 async def main():

@@ -41,7 +41,7 @@ TRAINING_SECONDS = 1200.0
 
 
 def note(text: str) -> None:
-    """Tells of progress; standard output has what a shell can evaluate."""
+    """Reports progress; standard output has what a shell can evaluate."""
     sys.stderr.write(f"{text}\n")
 
 
@@ -87,7 +87,7 @@ def submit(cluster: Cluster, store: S3Server) -> None:
 
 
 def training(cluster: Cluster) -> Object:
-    """The job, once it trains or has succeeded; each of its phases is told."""
+    """The job, once it trains or has succeeded; each of its phases is reported."""
     phases: list[str] = []
 
     def trains(job: Object) -> bool:

@@ -34,7 +34,7 @@ class Exported:
     adapter: bool
     """Whether it is an adapter, and not a whole model."""
     version: str
-    """Of KestRL."""
+    """Version of KestRL."""
     summary: RunSummary | None
     """How the run ended; None if it has not."""
 

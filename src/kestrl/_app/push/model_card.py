@@ -34,7 +34,7 @@ class Exported:
     adapter: bool
     """Whether it is an adapter, and not a whole model."""
     version: str
-    """Version of KestRL."""
+    """Version of KestRL that exported it."""
     summary: RunSummary | None
     """How the run ended; None if it has not."""
 

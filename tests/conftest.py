@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kestrl._app.engines.store import VARIABLE as ENGINES
+from kestrl._app.error_text import VARIABLE as ERRORS
 from kestrl._shared.credentials import CALLS
 
 COMMIT = "TEST_SHARE"
@@ -47,4 +48,12 @@ def no_installed_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     """Jobs of tests run in this environment, not in an engine that a developer has installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ENGINES, str(tmp_path_factory.mktemp("engines")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def texts_of_errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The whole texts of errors are kept in a folder of the tests, not in a developer's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ERRORS, str(tmp_path_factory.mktemp("errors")))
         yield

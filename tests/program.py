@@ -32,6 +32,9 @@ LIBRARIES = (
 )
 """What most commands import. None starts a thread or reads variables when it is imported."""
 
+WHOLE = "the whole text: "
+"""How the last line of an error that is not shown whole begins."""
+
 
 def run_program(
     *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 50
@@ -56,6 +59,12 @@ def run_program(
             file.seek(0)
             texts.append(file.read())
     return subprocess.CompletedProcess(command["arguments"], code, *texts)
+
+
+def whole_text(printed: str) -> str:
+    """What a command printed of an error, with the whole text where that is in a file, which the last line names."""
+    *_, last = printed.splitlines() or [""]
+    return printed + Path(last.removeprefix(WHOLE)).read_text() if last.startswith(WHOLE) else printed
 
 
 class _Original:

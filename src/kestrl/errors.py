@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -140,6 +141,20 @@ class UserInputError(KestrlError):
     """
 
     code = "invalid_input"
+
+
+class SeveralProblems(UserInputError):
+    """Invalid input, with all problems."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__("\n".join(texts))
+        self.texts = tuple(texts)
+        """The problems; a text may have several lines."""
+
+
+def problems_of(error: UserInputError) -> tuple[str, ...]:
+    """The problems that an error names; a text may have several lines."""
+    return error.texts if isinstance(error, SeveralProblems) else (text_of(error),)
 
 
 class PlaceError(UserInputError):

@@ -24,7 +24,7 @@ from kestrl._shared.plan.settings.common import DataSettings, Model, read_settin
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeSettings, RewardEntry, RulerEntry
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 
 Settings = TypeVar("Settings", bound=Model)
 Facts = Mapping[str, Any]
@@ -133,7 +133,7 @@ def run_check(kind: type[Settings], check: Callable[[Settings], Facts]) -> None:
     try:
         report["facts"] = dict(check(settings))
     except UserInputError as error:
-        report["problems"] = str(error).splitlines()
+        report["problems"] = list(problems_of(error))
     arguments.report.write_text(json.dumps(report), encoding="utf-8")
     os._exit(0)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kestrl.data.rows import raw_rows
 from kestrl.data.values import columns_as_json
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 from kestrl.tools.shapes import is_mapping
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -79,7 +79,7 @@ def read_conversations(path: Path, *, size: int | None = None) -> list[Conversat
             if len(problems) >= MAX_PROBLEMS:
                 break
     if problems:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     if not found:
         raise UserInputError(f"{path}: holds no rows")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems
 
 if TYPE_CHECKING:
     from kestrl.data.rows import DataRow
@@ -39,7 +39,7 @@ def check_loops(rows: Iterable[DataRow], *, runner: str, loops: Collection[str])
         loops: The names in `agent.loops`.
 
     Raises:
-        UserInputError: Rows name other loops; one line for each, up to 20.
+        SeveralProblems: Rows name other loops; one for each, up to 20.
     """
     problems = [
         f"{row.place}: {loop_problem(row.scenario.agent, runner=runner, loops=loops)}"
@@ -48,4 +48,4 @@ def check_loops(rows: Iterable[DataRow], *, runner: str, loops: Collection[str])
     ]
     if problems:
         more = ["... and more of this kind"] if len(problems) > MAX_PROBLEMS else []
-        raise UserInputError("\n".join([*problems[:MAX_PROBLEMS], *more]))
+        raise SeveralProblems([*problems[:MAX_PROBLEMS], *more])

@@ -13,7 +13,7 @@ from kestrl.data.parquet import parquet_rows
 from kestrl.data.row_loops import check_loops
 from kestrl.data.values import MAX_VALUES, columns_as_json, exceeds_values, without_nulls
 from kestrl.episode import Scenario
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 from kestrl.tools.shapes import is_mapping
 
 MAX_PROBLEMS = 20
@@ -134,7 +134,7 @@ def read_rows(path: Path, *, size: int | None = None, promptless: bool = False) 
         seen[id_] = number
         rows.append(row)
     if problems:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     if not rows:
         raise UserInputError(f"{path}: holds no rows")
     if size is not None and len(rows) < size:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kestrl._shared.checking import RewardsCheck, run_check
 from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.data.rows import DataRow, read_rows
-from kestrl.errors import JudgeFailure, UserCodeError, UserInputError
+from kestrl.errors import JudgeFailure, SeveralProblems, UserCodeError, UserInputError
 from kestrl.rewards import Attempt, VerdictNeeded
 from kestrl.rewards.checking import LEFT_OUT, NOT_FINITE, UnusableMetric
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
@@ -53,7 +53,7 @@ def check(settings: RewardsCheck) -> dict[str, Any]:
                 problems += filter(None, [trial.problem])
                 warnings += filter(None, [trial.warning])
     if problems:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     return {"warnings": warnings}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from kestrl.episode import LARGEST_REWARD, Group, Json
-from kestrl.errors import Boundary, Failure, JudgeFailure, UserInputError
+from kestrl.errors import Boundary, Failure, JudgeFailure, SeveralProblems, UserInputError
 from kestrl.rewards import Score
 
 Verdict = Score | Failure
@@ -118,7 +118,7 @@ async def open_all(scorers: Iterable[Scorer]) -> None:
         if not isinstance(problem, UserInputError):
             raise problem
     if problems:
-        raise UserInputError("\n".join(str(problem) for problem in problems))
+        raise SeveralProblems([str(problem) for problem in problems])
 
 
 async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> GroupJudgement:

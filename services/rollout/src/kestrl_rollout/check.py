@@ -16,7 +16,7 @@ from kestrl._shared.text.chat import Chat, Message
 from kestrl._shared.text.chat_model import verify_start
 from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
 from kestrl.data.rows import DataRow, read_rows
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.conversation.tool_session import expanded, unrendered
@@ -144,7 +144,7 @@ def check(settings: RolloutCheck) -> dict[str, Any]:
         for name, file in settings.data.items()
     }
     if rows.seen.problems:
-        raise UserInputError("\n".join(rows.seen.problems))
+        raise SeveralProblems(rows.seen.problems)
     return {"overlong": overlong, "warnings": list(rows.seen.warnings)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kestrl._shared.plan.settings.tools import ToolEntry
-from kestrl.errors import KestrlError, UserInputError, text_of
+from kestrl.errors import KestrlError, SeveralProblems, UserInputError, text_of
 from kestrl.tools import SandboxInUse, ToolError, ToolSchema
 from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
 from kestrl_tools.environments.provider import EnvironmentProvider
@@ -101,7 +101,7 @@ async def load_tools(
             tools |= {tool.name: Tool(tool, provider, entry.use is None) for tool in found}
             taken_names |= names
         if problems:
-            raise UserInputError("\n".join(problems))
+            raise SeveralProblems(problems)
     except BaseException:
         await stop_all(providers)
         raise

@@ -16,7 +16,7 @@ from kestrl._shared.plan.site import BUILDS
 from kestrl._shared.spec.rules.model_rules import positions
 from kestrl._shared.spec.sft import Conversations, SFTJob
 from kestrl.data.locate import locate_data, locate_model
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 
 CHECK_SECONDS = 900.0
 """Time limit of rendering the conversations."""
@@ -34,7 +34,7 @@ def check_sft_job(job: SFTJob, base: Path) -> Findings:
         try:
             settings = located(job, base=base, folder=Path(scratch))
         except UserInputError as error:
-            findings.problems += str(error).splitlines()
+            findings.problems += problems_of(error)
             return findings
         report = ask("kestrl_learner.sft.check", settings, subject="spec.data", seconds=CHECK_SECONDS)
     findings.problems += report.problems

@@ -12,7 +12,7 @@ from kestrl._app.local.findings import Findings
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.sft import read_sft_job
 from kestrl._shared.spec.threshold import Threshold, ThresholdSpec
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 
 
 def check_threshold(threshold: Threshold, base: Path, overrides: Sequence[str]) -> Findings:
@@ -35,7 +35,7 @@ def _take(findings: Findings, place: str, check: Callable[[], Findings]) -> None
     try:
         manifest = check()
     except UserInputError as error:
-        findings.problems += [f"{place}: {line}" for line in str(error).splitlines()]
+        findings.problems += [f"{place}: {problem}" for problem in problems_of(error)]
         return
     findings.problems += [f"{place}: {problem}" for problem in manifest.problems]
     findings.warnings += [f"{place}: {warning}" for warning in manifest.warnings]

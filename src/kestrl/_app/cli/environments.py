@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kestrl._app.cli.options import Manifest, Overrides
 from kestrl._app.plays.playing import plays_of
-from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec import read_job
+from kestrl.errors import SeveralProblems
 from kestrl.terminal import safe_line
 
 console = Console()
@@ -50,11 +50,9 @@ def check_environment(
         found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows, reports=report or ())
     for warning in found.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
-    for problem in found.problems:
-        errors.print(f"error: {safe_line(problem)}", style="red", **PLAIN)
     console.print(f"{manifest}: {found.summary or 'nothing was played'}", **PLAIN)
     if found.problems:
-        raise typer.Exit(EXIT_INPUT)
+        raise SeveralProblems(found.problems)
 
 
 def register(app: typer.Typer) -> None:

@@ -180,6 +180,7 @@ def doctor(
     """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
     from kestrl._app.checks.doctor import examine
     from kestrl._app.checks.manifests import read_manifest
+    from kestrl._app.error_text import error_lines
 
     if manifest is None and engine_python is not None:
         raise UserInputError("--engine-python belongs to a manifest; give one, too")
@@ -193,7 +194,8 @@ def doctor(
         missing |= bool(finding.fix)
         console.print(f"{'MISSING' if finding.fix else 'ok':<8}{finding.name:<12} {finding.status}", **PLAIN)
         if finding.fix:
-            console.print(f"{'':<8}{'':<12} {finding.fix}", **PLAIN)
+            for line in error_lines(UserInputError(finding.fix)):
+                console.print(f"{'':<8}{'':<12} {line}", **PLAIN)
     raise typer.Exit(EXIT_INPUT if missing else 0)
 
 

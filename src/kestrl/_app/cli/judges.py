@@ -36,7 +36,7 @@ from kestrl._shared.spec import AgentRLJob, ProblemsError, parse_job, read_job
 from kestrl.api.common.v1 import common_pb2 as pb
 from kestrl.episode import Purpose
 from kestrl.episode.codec import group_to_proto
-from kestrl.errors import StorageError, UserInputError
+from kestrl.errors import SeveralProblems, StorageError, UserInputError
 from kestrl.storage.episodes import SCORED_OUTCOMES, ObjectEpisodeStore
 from kestrl.terminal import safe, safe_line
 
@@ -108,7 +108,7 @@ def _remote_judges(job: AgentRLJob) -> tuple[JudgeCheck, dict[str, str]]:
         )
     skipped = {kind: _needs_engines(judge.field) for kind, judge in placed.items() if judge.judge.job_model}
     if len(skipped) == len(placed):
-        raise UserInputError("\n".join(skipped.values()))
+        raise SeveralProblems(list(skipped.values()))
     return JudgeCheck(
         ruler=None if "ruler" in skipped else ruler_entry(job.spec, ()),
         correctness=None if "correctness" in skipped else correctness_entry(job.spec, ()),
@@ -177,7 +177,7 @@ def _ask(module: str, settings: JudgeCheck | Rejudge, keys: Mapping[str, str]) -
     if report.missing:
         raise UserInputError(f"this command needs {report.missing}; install it in this environment")
     if report.problems:
-        raise UserInputError("\n".join(report.problems))
+        raise SeveralProblems(report.problems)
     return report.facts
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from typer.exceptions import TyperException
 
 from kestrl._app.cli.commands import Commands
 from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
-from kestrl.errors import KestrlError, UserInputError, place_error
-from kestrl.terminal import safe
+from kestrl.errors import KestrlError, UserInputError, described, place_error, text_of
+
+if TYPE_CHECKING:  # typer has click within itself and offers this type nowhere else
+    from typer._click.core import Context
 
 EXIT_BROKEN_PIPE = 128 + 13
 """What a shell shows for a program that SIGPIPE ended."""
@@ -61,19 +65,40 @@ def main(*, on_cluster: bool = False) -> None:
     """
     console = Console(stderr=True)
     try:
-        app(obj=on_cluster)
+        status = app(obj=on_cluster, standalone_mode=False, prog_name="kubectl kestrl" if on_cluster else "kestrl")
         sys.stdout.flush()
+    except TyperException as error:
+        _refuse_usage(console, error)
+    except typer.Abort as error:
+        _end(console, error, EXIT_FAILED, "aborted")
     except UserInputError as error:
-        _end(console, str(error), EXIT_INPUT)
+        _end(console, error, EXIT_INPUT)
     except KestrlError as error:
-        _end(console, str(error.failure()), EXIT_FAILED)
+        _end(console, error, EXIT_FAILED, str(error.failure()))
     except BrokenPipeError:
         _reader_left()
     except OSError as error:
         unusable = place_error(error, str(error.filename or "a file"))
         if unusable is None:
-            raise
-        _end(console, str(unusable), EXIT_INPUT)
+            _end(console, error, EXIT_FAILED, text_of(error), keep=True)
+        _end(console, unusable, EXIT_INPUT)
+    except Exception as error:  # noqa: BLE001 - the rim of the program: it is printed, and kept whole with its traceback
+        text = f"{described(error)}\nthis is a fault of KestRL or of a package: report it with the whole text"
+        _end(console, error, EXIT_FAILED, text, keep=True)
+    sys.exit(status if isinstance(status, int) else 0)  # an int is that of typer.Exit
+
+
+def _refuse_usage(console: Console, error: TyperException) -> NoReturn:
+    """Ends with what is wrong about the command line, and the command that explains it; with help, where a group of
+    commands was named alone.
+    """
+    context: Context | None = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.format_message())
+        sys.exit(error.exit_code)
+    text = " ".join(error.format_message().split())
+    text = text if context is None else f"{text}\n{context.command_path} -h explains it"
+    _end(console, error, error.exit_code, text)
 
 
 def _reader_left() -> NoReturn:
@@ -83,8 +108,13 @@ def _reader_left() -> NoReturn:
     sys.exit(EXIT_BROKEN_PIPE)
 
 
-def _end(console: Console, message: str, code: int) -> NoReturn:
-    console.print(safe(f"error: {message}"), style="red", markup=False, highlight=False, soft_wrap=True)
+def _end(console: Console, error: BaseException, code: int, text: str = "", *, keep: bool = False) -> NoReturn:
+    from kestrl._app.error_text import error_lines
+
+    first, *others = error_lines(error, text=text, keep=keep)
+    with suppress(OSError):  # nobody can read stderr; the exit code says it still
+        for line in (f"error: {first}", *others):
+            console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
 
 

@@ -26,7 +26,7 @@ from kestrl._shared.conventions import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.threshold import Threshold, ThresholdSpec, read_threshold
 from kestrl.episode import Purpose
-from kestrl.errors import PlaceError, StorageError, UserInputError
+from kestrl.errors import PlaceError, SeveralProblems, StorageError, UserInputError
 from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.terminal import safe
 
@@ -107,7 +107,7 @@ def _run_all(
 ) -> list[RunDir]:
     jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]  # a bad manifest is reported before SFT
     if problems := [f"{spec.job}: {problem}" for problem in threshold_problems(spec, jobs[0])]:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     if spec.sft is not None:
         overrides = (*overrides, fine_tuned(base / spec.sft, (), runs))
         jobs = [_job_of(spec, base, seed, overrides) for seed in spec.seeds]

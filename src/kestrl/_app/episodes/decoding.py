@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kestrl._app.episodes.places import EpisodePlace
 from kestrl._shared.checking import DecodeRequest, ask
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 
 DECODE_SECONDS = 60.0
 
@@ -30,5 +30,5 @@ def decoded(tokenizer: str, ids: list[list[int]], subject: str) -> Sequence[str]
     if report.missing:
         raise UserInputError(f"{subject} needs the tokenizer of {report.missing}; install it in this environment")
     if report.problems:
-        raise UserInputError("\n".join(report.problems))
+        raise SeveralProblems(report.problems)
     return [str(text) for text in report.facts["texts"]]

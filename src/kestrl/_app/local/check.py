@@ -31,7 +31,7 @@ from kestrl._shared.spec.rules.job_rules import check
 from kestrl._shared.spec.rules.model_rules import fitted, model_problems
 from kestrl.data.locate import locate_data, locate_model
 from kestrl.data.rows import DataRow, read_rows
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 from kestrl.storage.uris import LOCAL_SCHEMES, scheme_of
 
 LOAD_SECONDS = 120.0
@@ -135,7 +135,7 @@ class _Check:
         try:
             return look()
         except UserInputError as error:
-            self._found.problems += str(error).splitlines()
+            self._found.problems += problems_of(error)
             return None
 
     def _away(self, uri: str, field: str) -> bool:
@@ -217,7 +217,7 @@ class _Check:
         try:
             secrets = Secrets(self._job, self._base).tools()
         except UserInputError as error:
-            return Report({}, tuple(str(error).splitlines()))
+            return Report({}, problems_of(error))
         check = ToolsCheck(tools=settings, data=files)
         environment = self._job.spec.environment
         if environment is None or environment.owns_loop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems
 
 
 @dataclass(slots=True)
@@ -34,6 +34,6 @@ class Findings:
         return {"valid": not self.problems, **asdict(self)}
 
     def raise_problems(self) -> None:
-        """Raises UserInputError with one line per problem, if there are any."""
+        """Raises SeveralProblems, if there are any."""
         if self.problems:
-            raise UserInputError("\n".join(self.problems))
+            raise SeveralProblems(self.problems)

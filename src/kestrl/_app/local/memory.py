@@ -17,7 +17,7 @@ from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, chan
 from kestrl._shared.plan.sharing import SharedMemory
 from kestrl._shared.spec import AgentRLJob
 from kestrl.engines import EngineMemory
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 
 SECONDS = 1800.0
 """Time limit of the estimate, which takes from seconds to a few minutes."""
@@ -35,7 +35,7 @@ def estimated(settings: MemorySettings) -> MemoryEstimate:
             f"spec.learner: {report.missing} is not installed, whose program estimates its memory; install it"
         )
     if report.problems:
-        raise UserInputError("\n".join(report.problems))
+        raise SeveralProblems(report.problems)
     return MemoryEstimate.model_validate(report.facts)
 
 

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kestrl._app.error_text import MOST_LINES, error_lines
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.progress import builds_words
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.uncertainty import TESTED, Paired, different_questions, pairs_of, values_of
 from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl.episode import Episode, Group, Purpose
-from kestrl.errors import PlaceError, StorageError
+from kestrl.errors import KestrlError, PlaceError, StorageError
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import EpisodeStore, ObjectEpisodeStore
@@ -196,7 +197,9 @@ def report_unfinished(console: Console, run: RunDir, outcome: Outcome, summary: 
     if outcome.code == EXIT_INTERRUPTED:
         console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
         return outcome.code
-    console.print(f"error: {outcome.reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+    first, *others = error_lines(KestrlError(outcome.reason), most=MOST_LINES - 2)
+    for line in (f"error: {first}", *others):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     if outcome.code != EXIT_INPUT:
         logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])
         console.print(f"logs: {logs}", markup=False, soft_wrap=True)

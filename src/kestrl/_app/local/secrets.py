@@ -17,7 +17,7 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.judges import judge_keys
 from kestrl._shared.plan.tools import tool_secrets
 from kestrl._shared.spec import AgentRLJob
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 from kestrl.storage import ObjectStore, open_store
 
 LARGEST_FILE = 1024 * 1024
@@ -131,7 +131,7 @@ class Secrets:
             try:
                 read()
             except UserInputError as error:
-                yield from str(error).splitlines()
+                yield from problems_of(error)
 
     def _entry(self, secret: str, key: str, field: str) -> str:
         found = self._secret(secret, field)

@@ -17,7 +17,7 @@ from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.spec import AgentRLJob
 from kestrl.data import locate_data
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 
 START_SECONDS = 120.0
 PLAYS = 8
@@ -82,7 +82,7 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports
 
 def _facts(report: Report) -> dict[str, Any]:
     if report.problems:
-        raise UserInputError("\n".join(report.problems))
+        raise SeveralProblems(report.problems)
     if report.missing:
         raise UserInputError(f"{report.missing} is not installed, which plays episodes; install it")
     return dict(report.facts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrl.data.rows import MAX_PROBLEMS, raw_rows
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError
 from kestrl.tools.shapes import is_mapping
 
 SOURCE = "openai/gsm8k"
@@ -115,7 +115,7 @@ def read_gsm8k(
             if len(problems) == MAX_PROBLEMS:
                 break
     if problems:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     if not rows or (size is not None and len(rows) < size):
         wanted = "any" if size is None else f"--size {size}"
         raise UserInputError(f"{source}: holds {len(rows)} rows after --skip {skip}, not {wanted}; choose fewer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems
 
 LONGEST_SHOWN = 200
 """Characters of a value that a message shows."""
@@ -23,9 +23,9 @@ class Problem(NamedTuple):
         return f"{self.path}: {self.message}"
 
 
-class ProblemsError(UserInputError):
+class ProblemsError(SeveralProblems):
     """An invalid manifest, with all problems."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(str(problem) for problem in problems))
+        super().__init__([str(problem) for problem in problems])
         self.problems = tuple(problems)

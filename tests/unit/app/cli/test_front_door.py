@@ -14,6 +14,7 @@ import pytest
 import yaml
 from tests.program import run_program
 
+from kestrl._app.error_text import VARIABLE as ERRORS
 from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
@@ -39,7 +40,7 @@ MANIFEST: dict[str, Any] = {
 
 def kestrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command in a folder; a traceback is never an answer."""
-    ended = run_program(*arguments, cwd=folder, env=ENVIRONMENT)
+    ended = run_program(*arguments, cwd=folder, env={**ENVIRONMENT, ERRORS: os.environ[ERRORS]})
     assert "Traceback" not in ended.stderr, ended.stderr
     return ended
 

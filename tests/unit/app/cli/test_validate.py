@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.program import run_program
+from tests.program import run_program, whole_text
 
 from kestrl._shared import checking
 from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
@@ -70,7 +70,7 @@ class Project:
         ended = self.kestrl("validate", *arguments)
         assert ended.returncode == 2, ended.stdout + ended.stderr
         assert "noise" not in ended.stdout + ended.stderr
-        return ended.stderr
+        return whole_text(ended.stderr)
 
     def valid(self, *arguments: str) -> str:
         ended = self.kestrl("validate", *arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel
-from tests.program import run_program
+from tests.program import run_program, whole_text
 
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.sft import SFTJob
@@ -50,7 +50,7 @@ def refused(folder: Path, command: str, manifest: dict[str, Any], *overrides: st
     ended = run_program(command, "job.yaml", *arguments, cwd=folder)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert not (folder / "runs").exists()
-    return ended.stderr
+    return whole_text(ended.stderr)
 
 
 @pytest.mark.parametrize("command", ["validate", "run", "plan", "doctor"])

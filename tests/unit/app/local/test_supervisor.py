@@ -12,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 from kestrl._app.engines.store import VARIABLE as ENGINES
+from kestrl._app.error_text import VARIABLE as ERRORS
 from kestrl._app.local import supervisor
 from kestrl._app.local.processes import Launcher, last_error
 from kestrl._app.local.supervisor import ComponentFailed, Supervisor, backoff
@@ -166,7 +167,8 @@ async def test_a_component_gets_its_own_credentials_only(launcher: Launcher, rol
     running = await launcher.start(component(f"{role}-0", role, module=module(launcher, "script", script)))
     assert await running.wait() == 0
     seen = json.loads(launcher.log_path(f"{role}-0").read_text())
-    seen.pop(ENGINES, None)  # where installed engines are is no secret
+    for folder in (ENGINES, ERRORS):  # where something is kept is no secret
+        seen.pop(folder, None)
     assert seen == {secret.value: launcher.secrets[secret.value] for secret in held_by(role)}
 
 

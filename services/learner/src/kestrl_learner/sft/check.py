@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kestrl._shared.checking import Facts, run_check
 from kestrl._shared.plan.sft import SFTSettings
-from kestrl.errors import UserInputError
+from kestrl.errors import SeveralProblems, UserInputError, problems_of
 from kestrl_learner.sft.data import left_out_warning, load_data
 
 
@@ -25,13 +25,13 @@ def check(settings: SFTSettings) -> Facts:
         try:
             loaded = load_data(settings, data, field)
         except UserInputError as error:
-            problems += str(error).splitlines()
+            problems += problems_of(error)
             continue
         counts[name] = len(loaded.items)
         longest = max(longest, loaded.longest)
         warnings += [left_out_warning(loaded, field)] if loaded.left_out else []
     if problems:
-        raise UserInputError("\n".join(dict.fromkeys(problems)))
+        raise SeveralProblems(list(dict.fromkeys(problems)))
     return {"conversations": counts, "longest": longest, "warnings": warnings}
 
 

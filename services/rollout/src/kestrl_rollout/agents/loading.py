@@ -13,7 +13,7 @@ from kestrl.compat.verl import imports
 from kestrl.compat.verl.loops import adapt
 from kestrl.data.row_loops import loop_problem
 from kestrl.episode import Json
-from kestrl.errors import Boundary, UserInputError
+from kestrl.errors import Boundary, SeveralProblems, UserInputError
 from kestrl_rollout.agents.compacting_agent import CompactingAgent
 from kestrl_rollout.agents.single_turn import single_turn
 from kestrl_rollout.agents.tool_agent import tool_agent
@@ -143,7 +143,7 @@ def load_loops(
         for name, one in named.items()
     }
     if problems:
-        raise UserInputError("\n".join(problems))
+        raise SeveralProblems(problems)
     built_in = {**BUILT_IN, **{name: BUILT_IN[ours] for name, ours in VERL_NAMES.items()}}
     in_use = (default, *own.values())
     return Loops(

@@ -82,7 +82,7 @@ def main(*, on_cluster: bool = False) -> None:
         if unusable is None:
             _end(console, error, EXIT_FAILED, text_of(error), keep=True)
         _end(console, unusable, EXIT_INPUT)
-    except Exception as error:  # noqa: BLE001 - the rim of the program: it is printed, and kept whole with its traceback
+    except Exception as error:  # noqa: BLE001 - the rim of the program: it is printed, and kept with its traceback
         text = f"{described(error)}\nthis is a fault of KestRL or of a package: report it with the whole text"
         _end(console, error, EXIT_FAILED, text, keep=True)
     sys.exit(status if isinstance(status, int) else 0)  # an int is that of typer.Exit

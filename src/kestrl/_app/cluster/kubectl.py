@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -83,7 +83,7 @@ class Jobs:
 
 
 @contextmanager
-def _started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def _started(command: Sequence[str]) -> Generator[tuple[subprocess.Popen[str], IO[str]]]:
     """A program, which is ended with the block, and the file with its errors: a pipe that nobody reads would block it
     once it is full.
     """

@@ -169,5 +169,5 @@ def snapshots(draw: Any) -> Snapshot:
         last_report=draw(st.sampled_from([latest, latest, latest, None])),
         not_created=draw(st.sampled_from([None, (NOW - 100, "exceeded quota: gpus")])),
         unsatisfiable=draw(st.sampled_from(["", "no node has 2 of nvidia.com/gpu"])),
-        memory=Memory(draining=draw(first_seen), failed=draw(first_seen)),
+        memory=Memory(draining=draw(first_seen), failed=draw(first_seen), refused=draw(first_seen)),
     )

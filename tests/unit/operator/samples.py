@@ -120,9 +120,9 @@ def report(phase: str = "training", **changes: Any) -> pb.WatchProgressResponse:
     return pb.WatchProgressResponse(**(plain | changes))
 
 
-def refused(wait: str) -> pb.WatchProgressResponse:
+def refused(wait: str, **changes: Any) -> pb.WatchProgressResponse:
     """A report of a learner that waits for a tool's credential."""
-    state = state_of(report())
+    state = state_of(report(**changes))
     return report_of(state.but(tools=state.tools.but(wait=wait)))
 
 

@@ -193,8 +193,10 @@ class Memory:
     draining: float | None = None
     failed: float | None = None
     """When the learner of this attempt reported its failure."""
+    refused: float | None = None
+    """Since when the learner has waited for a tool's credential."""
     rest: Rest | None = None
-    """The present or last time without pods; None once the job has trained since."""
+    """The present or last time without pods; None once the job has trained a step since."""
 
 
 NOTHING = Memory()

@@ -44,6 +44,7 @@ class ConditionStatus(StrEnum):
 
 NOT_OBSERVED = "NotObserved"
 QUARANTINED = "Quarantined"
+CREDENTIAL_REFUSED = "CredentialRefused"
 LONGEST_MESSAGE = 4096
 """Maximum characters of a message, an eighth of what the CRD allows: a status of twelve such messages is still a small
 object."""
@@ -70,8 +71,9 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Pending": "A pod waits for a node; the message is the scheduler's.",
         "Unsatisfiable": "No node could ever take a pod of this accelerator profile.",
         "Parked": (
-            "It held pods and could not start: a part of them found no nodes beside older jobs, or something that it "
-            "needs is missing. It has given them back; the message says why, and when it tries again."
+            "It held pods and could not start, or not train its first step: a part of them found no nodes beside older "
+            "jobs, something that it needs is missing, or a credential is refused. It has given them back; the message "
+            "says why, and when it tries again."
         ),
         "Released": "No pod is to run: the job is suspended or has ended.",
     },
@@ -104,9 +106,10 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "Object storage does not answer, or denies access; the learner waits and retries, or is restarted to. The "
             "message says since and until when."
         ),
-        "CredentialRefused": (
+        CREDENTIAL_REFUSED: (
             "A tool's server, or a claimed sandbox, accepts a credential no more that it has accepted before; its "
-            "scenarios wait until the Secret has another one. The message names it, and says since when."
+            "scenarios wait until the Secret has another one. The message names it, and says since when. Before its "
+            "first step the job gives its pods back after a while, and tries again later."
         ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",
@@ -304,7 +307,7 @@ def phase(conditions: Sequence[Condition]) -> str:
         return "Quarantined"
     if ready == ConditionStatus.TRUE:
         return "Running"  # possibly with the last spec that was accepted
-    if current(Type.LEARNER_PROGRESSING)[1] == "CredentialRefused":
+    if current(Type.LEARNER_PROGRESSING)[1] == CREDENTIAL_REFUSED:
         return "WaitingFor"
     if condition == "Degraded" or current(Type.LEARNER_PROGRESSING)[0] == ConditionStatus.TRUE:
         return "Degraded"

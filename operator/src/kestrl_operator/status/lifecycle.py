@@ -17,7 +17,7 @@ from kestrl.errors import Failure
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
-from kestrl_operator.status.waiting import rest_of, seconds_to_rest, stuck, waits_for
+from kestrl_operator.status.waiting import refused_since, rest_of, seconds_to_rest, stuck, waits_for
 
 FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
 """First and longest wait in seconds before the learner is restarted after a failure that it reported; doubled each
@@ -323,7 +323,7 @@ def _restarted_pods(snapshot: Snapshot, spec: JobSpec, deadline: float | None) -
         restarts=snapshot.restarts + again,
         forgiven=snapshot.attempts if _is_stable(snapshot) else snapshot.forgiven,
         remove=_resumed(snapshot),
-        memory=Memory(rest=rest_of(snapshot)),
+        memory=Memory(rest=rest_of(snapshot), refused=refused_since(snapshot)),
         requeue_after=deadline,
     )
 

@@ -13,14 +13,19 @@ from kestrl._shared.spec.job import JobSpec
 from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import STORAGE_AWAY, Ended, LearnerReport, Snapshot, is_input
-from kestrl_operator.status.conditions import NOT_OBSERVED, QUARANTINED, ConditionStatus, Observation, Type
+from kestrl_operator.status.conditions import (
+    CREDENTIAL_REFUSED,
+    NOT_OBSERVED,
+    QUARANTINED,
+    ConditionStatus,
+    Observation,
+    Type,
+)
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
-from kestrl_operator.status.pods import pod_problem
+from kestrl_operator.status.pods import ROLLING, pod_problem
 from kestrl_operator.status.summary import distance, summed_up
 from kestrl_operator.status.waiting import stuck
 
-ROLLING = (Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
-"""Roles without which no episode ends."""
 STALL_FLOOR, STALL_FACTOR = 300.0, 5.0
 """A training run is stalled after this many seconds without a step, and this many times the duration of the longest
 recent step."""
@@ -153,7 +158,9 @@ def _suspension(snapshot: Snapshot, decision: Decision) -> Observation:
 
 
 def _released(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
-    """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged."""
+    """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged. A
+    credential that a resting job waits for stays as it was observed.
+    """
     left = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
     rest = decision.memory.rest
     if decision.stage is Stage.PARKED and rest is not None:
@@ -165,7 +172,8 @@ def _released(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     yield _false(Type.ENGINES_READY, "Released", left)
     yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
     yield _false(Type.ROLLOUTS_FLOWING, "Drained")
-    yield _false(Type.LEARNER_PROGRESSING, "Released")
+    if decision.stage is not Stage.PARKED or snapshot.condition(Type.LEARNER_PROGRESSING)[1] != CREDENTIAL_REFUSED:
+        yield _false(Type.LEARNER_PROGRESSING, "Released")
 
 
 def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterator[Observation]:
@@ -286,7 +294,7 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
     if state.storage.wait and not live.over:
         return _false(kind, "StorageUnavailable", state.storage.wait)
     if state.tools.wait and not live.over:
-        return _false(kind, "CredentialRefused", state.tools.wait)
+        return _false(kind, CREDENTIAL_REFUSED, state.tools.wait)
     if live.phase in {RunPhase.STARTING, RunPhase.SUSPENDED}:
         return _waiting_for_ranks(snapshot) or _false(kind, "Starting", message)
     quiet = snapshot.now - live.stepped

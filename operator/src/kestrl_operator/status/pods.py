@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kestrl._shared.plan.components import Role
 from kestrl_operator.state.snapshot import OUT_OF_MEMORY, Pod
+
+ROLLING = (Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
+"""Roles without which no episode ends."""
 
 
 class PodProblem(NamedTuple):

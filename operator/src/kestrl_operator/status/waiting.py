@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kestrl.runstate.states import RunPhase
+from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import STORAGE_AWAY, Pod, Rest, Snapshot
+from kestrl_operator.status.pods import ROLLING
 
 PARTLY_SECONDS = 300.0
 """Seconds for which a job that has nodes for a part of its pods waits for the others beside other such jobs."""
 BLOCKED_SECONDS = 900.0
 """Seconds for which a job that cannot start holds its pods."""
 FIRST_REST, LONGEST_REST = 60.0, 600.0
-"""First and longest time without pods before the next attempt; doubled each time until the job trains."""
+"""First and longest time without pods before the next attempt; doubled each time until the job trains a step."""
+KEEPS_ENDING = 5
+"""Restarts after which a pod that is not ready counts as one that cannot start."""
 TRAINS = frozenset({RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.DRAINING})
 
 
@@ -49,7 +53,7 @@ def is_partly_scheduled(pods: Iterable[Pod]) -> bool:
 
 def rest_of(snapshot: Snapshot) -> Rest | None:
     """The present rest of a job without pods, the one that begins now, or the last one, which is remembered until the
-    job trains; None if there is none.
+    job trains a step; None if there is none.
 
     A job in a queue never rests: the queue decides. Another spec ends a rest.
     """
@@ -60,7 +64,7 @@ def rest_of(snapshot: Snapshot) -> Rest | None:
         last = None
     if last is not None and snapshot.now < last.until:
         return last
-    if _trains(snapshot):
+    if _trains(snapshot) and _has_stepped(snapshot):
         return None
     why = next((why for since, longest, why in _held_up(snapshot) if snapshot.now >= since + longest), "")
     if not why:
@@ -77,12 +81,20 @@ def rest_of(snapshot: Snapshot) -> Rest | None:
 
 def seconds_to_rest(snapshot: Snapshot) -> float | None:
     """Seconds after which the job may have to rest; None if nothing holds it up."""
-    if snapshot.queue is not None or _trains(snapshot):
+    if snapshot.queue is not None:
         return None
     left = [since + longest - snapshot.now for since, longest, _ in _held_up(snapshot)]
-    if is_partly_scheduled(snapshot.pods):
+    if not _trains(snapshot) and is_partly_scheduled(snapshot.pods):
         left.append(PARTLY_SECONDS)  # a younger job may have given its pods back by then
     return min((seconds for seconds in left if seconds > 0), default=None)
+
+
+def refused_since(snapshot: Snapshot) -> float | None:
+    """Since when the learner waits for a tool's credential; None if it waits for none."""
+    live = snapshot.live_report
+    if live is None or not live.state.tools.wait:
+        return None
+    return snapshot.now if snapshot.memory.refused is None else snapshot.memory.refused
 
 
 def _trains(snapshot: Snapshot) -> bool:
@@ -90,25 +102,70 @@ def _trains(snapshot: Snapshot) -> bool:
     return live is not None and live.phase in TRAINS
 
 
+def _has_stepped(snapshot: Snapshot) -> bool:
+    """Whether the job has ever trained a step: what has worked is waited for with all pods."""
+    last = snapshot.last_report
+    return (last is not None and last.state.steps.done > 0) or snapshot.status.get("progress", {}).get("step", 0) > 0
+
+
 def _held_up(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
-    """What keeps the job from its start: since when, for how long it may hold pods meanwhile, and why."""
+    """What keeps the job from its start or its first step: since when, for how long it may hold pods meanwhile, and
+    why.
+    """
+    if not _trains(snapshot):
+        yield from _held_up_before_training(snapshot)
+    if not _has_stepped(snapshot):
+        yield from _held_up_before_a_step(snapshot)
+
+
+def _held_up_before_training(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
     waiting = stuck(snapshot)
     broken = [pod for pod in waiting if pod.scheduled and (pod.unstartable or pod.ended)]
     if broken:
         yield broken[0].made, BLOCKED_SECONDS, f"{broken[0].name} cannot start: {waits_for(broken[0])}"
-    if away := _storage_away(snapshot):
-        held = min((pod.made for pod in snapshot.staying if pod.scheduled), default=snapshot.now)
-        yield held, BLOCKED_SECONDS, f"storage cannot be used: {away}"
+    yield from _held_beside_missing_pods(snapshot)
     short = [pod for pod in waiting if pod.unscheduled]
     if snapshot.yields and short and is_partly_scheduled(snapshot.pods):
         why = f"older jobs wait for nodes, too; {short[0].name}: {short[0].unscheduled}"
         yield short[0].made, PARTLY_SECONDS, why
 
 
+def _held_up_before_a_step(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
+    """Also of a learner that reports that it trains: without episodes it waits for them without end."""
+    if away := _storage_away(snapshot):
+        held = min((pod.made for pod in snapshot.staying if pod.scheduled), default=snapshot.now)
+        yield held, BLOCKED_SECONDS, f"storage cannot be used: {away}"
+    refused, live = refused_since(snapshot), snapshot.live_report
+    if refused is not None and live is not None:
+        yield refused, BLOCKED_SECONDS, live.state.tools.wait
+    for role in ROLLING:
+        pods = sorted(snapshot.of(role), key=lambda pod: (pod.made, pod.name))
+        broken = [pod for pod in pods if pod.unstartable or (pod.ended and pod.restarts >= KEEPS_ENDING)]
+        if broken and not any(pod.ready for pod in pods):
+            yield broken[0].made, BLOCKED_SECONDS, f"{broken[0].name} cannot start: {waits_for(broken[0])}"
+    if _misses_a_role(snapshot):
+        yield from _held_beside_missing_pods(snapshot)
+
+
+def _held_beside_missing_pods(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
+    """For a job that has nodes for some pods while others cannot be created."""
+    if snapshot.not_created is not None and any(pod.scheduled for pod in snapshot.staying):
+        since, why = snapshot.not_created
+        yield since, BLOCKED_SECONDS, why
+
+
+def _misses_a_role(snapshot: Snapshot) -> bool:
+    """Whether no pod of a role is there without which no episode ends."""
+    if snapshot.job is None:
+        return False
+    wanted = replicas(snapshot.job.spec)
+    return any(wanted.get(role) and not snapshot.of(role) for role in ROLLING)
+
+
 def _storage_away(snapshot: Snapshot) -> str:
-    """What the learner says of storage that cannot be used, before the job's first step."""
+    """What the learner says of storage that cannot be used."""
     live = snapshot.live_report
-    if live is None or live.state.steps.done or snapshot.status.get("progress", {}).get("step", 0):
+    if live is None:
         return ""
     if live.failure is not None and live.failure.code in STORAGE_AWAY:
         return live.failure.message

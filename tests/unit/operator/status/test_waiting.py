@@ -11,10 +11,12 @@ from tests.unit.operator.samples import (
     all_pods,
     at,
     condition,
+    ended,
     failed,
     job,
     learner_report,
     pod,
+    refused,
     report,
     snapshot,
     status,
@@ -22,12 +24,14 @@ from tests.unit.operator.samples import (
 
 from kestrl._shared.plan.components import Role
 from kestrl.errors import Boundary
-from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Rest, Snapshot
+from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Rest, Snapshot
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.lifecycle import Decision, Stage, decide
-from kestrl_operator.status.waiting import BLOCKED_SECONDS, FIRST_REST, LONGEST_REST, PARTLY_SECONDS
+from kestrl_operator.status.waiting import BLOCKED_SECONDS, FIRST_REST, KEEPS_ENDING, LONGEST_REST, PARTLY_SECONDS
 
 UNSCHEDULED = {"scheduled": False, "phase": "Pending", "ready": False, "begun": False, "address": ""}
+REFUSED = "search_emails: 401; put the new one into the Secret mail-server"
+STEPPED = {"progress": {"step": 3, "totalSteps": 9}}
 NO_NODE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 MISSING = 'prepare: CreateContainerConfigError: secret "s3" not found'
 DENIED = failed(Boundary.INFRASTRUCTURE, "storage_inaccessible", step=0)
@@ -53,6 +57,35 @@ def denied(seconds: float, **changes: Any) -> Snapshot:
     return snapshot(**given)
 
 
+AGENT_IMAGE = 'agent: ErrImagePull: "registry/agent:2" not found'
+
+
+def without_agents(seconds: float, *others: Pod, **changes: Any) -> Snapshot:
+    """A job whose learner gathers its first step, while no agent's pod has started for so long."""
+    broken = {"unstartable": AGENT_IMAGE, "phase": "Pending", "ready": False, "begun": False, "made": NOW - seconds}
+    agent = pod(Role.AGENT, **(broken | changes))
+    return snapshot(pods=all_pods(agent, *others), last_report=learner_report(report(step=0)))
+
+
+def crashing(restarts: int) -> Snapshot:
+    """A job whose only tools' pod has ended so often before the first step."""
+    tools = pod(Role.TOOLS, ready=False, ended=(ended("tools"),), restarts=restarts, made=NOW - BLOCKED_SECONDS)
+    return snapshot(pods=all_pods(tools), last_report=learner_report(report(step=0)))
+
+
+def not_created(seconds: float, *roles: Role, **changes: Any) -> Snapshot:
+    """A job that gathers its first step without pods of some roles, which a webhook has refused for so long."""
+    pods = [item for item in all_pods() if item.role not in roles]
+    plain = {"last_report": learner_report(report(step=0)), "not_created": (NOW - seconds, "no RuntimeClass")}
+    return snapshot(**({"pods": pods} | plain | changes))
+
+
+def refused_credential(seconds: float, *, step: int = 0, **changes: Any) -> Snapshot:
+    """A job one of whose tools has refused its credential for so long."""
+    given = {"last_report": learner_report(refused(REFUSED, step=step)), "memory": Memory(refused=NOW - seconds)}
+    return snapshot(**(given | changes))
+
+
 def rest_of(decision: Decision) -> Rest:
     assert (decision.stage, decision.parked) == (Stage.PARKED, True)
     assert decision.memory.rest is not None
@@ -61,9 +94,19 @@ def rest_of(decision: Decision) -> Rest:
 
 @pytest.mark.parametrize(
     "held",
-    [partly(PARTLY_SECONDS), blocked(BLOCKED_SECONDS), denied(BLOCKED_SECONDS)],
-    ids=["partly scheduled", "a missing secret", "denied storage"],
-)
+    [
+        partly(PARTLY_SECONDS),
+        blocked(BLOCKED_SECONDS),
+        denied(BLOCKED_SECONDS),
+        without_agents(BLOCKED_SECONDS),
+        crashing(KEEPS_ENDING),
+        refused_credential(BLOCKED_SECONDS),
+        not_created(BLOCKED_SECONDS, Role.TOOLS),
+        not_created(BLOCKED_SECONDS, Role.INFERENCE, last_report=None),
+    ],
+    ids=["partly scheduled", "a missing secret", "denied storage", "no agent", "tools keep ending",
+         "a refused credential", "tools are not created", "engines are not created"],
+)  # fmt: skip
 def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
     decision = decide(held)
     rest = rest_of(decision)
@@ -82,13 +125,56 @@ def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
         blocked(BLOCKED_SECONDS - 1),
         blocked(BLOCKED_SECONDS, last_report=learner_report(report())),
         denied(BLOCKED_SECONDS - 1),
-        denied(BLOCKED_SECONDS, status={"progress": {"step": 3, "totalSteps": 9}}),
+        denied(BLOCKED_SECONDS, status=STEPPED),
+        without_agents(BLOCKED_SECONDS - 1),
+        without_agents(BLOCKED_SECONDS, pod(Role.AGENT, 1)),
+        replace(without_agents(BLOCKED_SECONDS), last_report=learner_report(report())),
+        replace(without_agents(BLOCKED_SECONDS), status=STEPPED),
+        crashing(KEEPS_ENDING - 1),
+        refused_credential(BLOCKED_SECONDS - 1),
+        refused_credential(BLOCKED_SECONDS, memory=Memory()),
+        refused_credential(BLOCKED_SECONDS, step=14),
+        refused_credential(BLOCKED_SECONDS, labels={QUEUE_LABEL: "gpus"}),
+        not_created(BLOCKED_SECONDS - 1, Role.TOOLS),
+        not_created(BLOCKED_SECONDS),
+        not_created(BLOCKED_SECONDS, Role.TOOLS, last_report=learner_report(report())),
+        not_created(BLOCKED_SECONDS, *Role, last_report=None),
     ],
     ids=["soon", "the oldest", "in a queue", "it trains", "soon blocked", "blocked and trains", "soon denied",
-         "denied after a step"],
+         "denied after a step", "soon without agents", "another agent", "an agent lost in training",
+         "an agent lost and resumed", "tools ended sometimes", "soon refused", "refused now", "refused after a step",
+         "refused in a queue", "soon not created", "another engine is not created", "not created in training",
+         "nothing is created"],
 )  # fmt: skip
 def test_others_keep_their_pods(held: Snapshot) -> None:
     assert not decide(held).parked
+
+
+def test_a_refused_credential_is_timed_from_its_first_report() -> None:
+    first = decide(refused_credential(0, memory=Memory()))
+    assert (first.memory.refused, first.requeue_after) == (NOW, BLOCKED_SECONDS)
+    later = replace(refused_credential(0, memory=first.memory), now=NOW + 60)
+    assert (decide(later).memory.refused, decide(later).requeue_after) == (NOW, BLOCKED_SECONDS - 60)
+    accepted = replace(later, last_report=learner_report(report(step=0)))
+    assert decide(accepted).memory.refused is None
+
+
+def test_a_job_that_trains_without_a_step_rests_longer_each_time() -> None:
+    rest = rest_of(decide(without_agents(BLOCKED_SECONDS)))
+    again = replace(without_agents(0), now=rest.until, memory=Memory(rest=rest))
+    assert decide(again).memory.rest == rest, "that the learner gathers episodes is no step"
+    late = replace(without_agents(0), now=NOW + BLOCKED_SECONDS, memory=Memory(rest=rest))
+    assert rest_of(decide(late)).times == 2
+
+
+def test_a_job_that_rests_for_a_credential_says_which() -> None:
+    refusing = condition("LearnerProgressing", "False", "CredentialRefused", message=REFUSED)
+    held = refused_credential(BLOCKED_SECONDS, status=status(refusing))
+    written = status_of(held, decide(held))
+    conditions = {item["type"]: item for item in written["conditions"]}
+    assert conditions["LearnerProgressing"]["message"] == REFUSED
+    assert REFUSED in conditions["Scheduled"]["message"]
+    assert written["shown"]["phase"] == "WaitingFor"
 
 
 def test_it_rests_until_its_time_and_longer_each_time() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import obstore
 import pytest
 from tests.e2e.cluster.client import Cluster, Object
-from tests.e2e.installation import BUCKET, Installation, at_step, condition, is_true, small, summary
+from tests.e2e.installation import BUCKET, Installation, condition, is_true, small, summary
 
 from kestrl_email.world import SYSTEM_PROMPT
 
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAME, SECRET, ENTRY = "rotated-tool", "mail-server", "KEY"
 PORT = 8080
 """One of the ports that jobs may reach."""
-STEPS = 4
+STEPS = 6
+"""The key changes after the first: some are left on any machine."""
 
 
 class MailServer(http.server.ThreadingHTTPServer):
@@ -80,13 +81,13 @@ def tool(host: str) -> dict[str, Any]:
             "baseUrl": f"http://{host}:{PORT}",
             "endpoints": [endpoint],
             "secretHeaders": {"Authorization": authorization},
-            "timeout": "2s",
+            "timeout": "30s",  # a call of a busy machine is no failure
         }
     }
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
     installation: Installation, server: MailServer
 ) -> None:
@@ -114,12 +115,12 @@ def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
             schedule__maxSteps=STEPS,
         )
         cluster.apply(job, namespace)
-        installation.wait(NAME, namespace, at_step(1), 420)
+        installation.wait_for_adapter(NAME, namespace, 1, 420)
         assert server.asked, "the model calls the tool"
         pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
         server.key = "the second"
         waits = installation.wait(
-            NAME, namespace, lambda found: condition(found, "LearnerProgressing")[1] == "CredentialRefused", 180
+            NAME, namespace, lambda refused: condition(refused, "LearnerProgressing")[1] == "CredentialRefused", 300
         )
         assert "put the new one into the Secret" in condition(waits, "LearnerProgressing")[2]
         assert waits["status"]["shown"]["phase"] == "WaitingFor"

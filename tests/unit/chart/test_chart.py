@@ -117,6 +117,7 @@ def test_where_the_settings_say_it_listens_and_reads_the_pod_has_it(helm: Helm, 
         "readiness": "/readyz",
     }
     assert {ports[probe["port"]] for probe in probes.values()} == {8080}
+    assert min(container[f"{kind}Probe"]["timeoutSeconds"] for kind in probes) == 5, "a busy node answers late"
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert mounts.keys() == {"/etc/kestrl", "/etc/kestrl-key", "/tmp"}

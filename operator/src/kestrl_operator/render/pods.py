@@ -225,7 +225,7 @@ def probes(component: Component) -> Object:
         else {"httpGet": {"port": ready.port, "path": ready.http_path}}
     )
     return {
-        "startupProbe": {**asked, "periodSeconds": 5, "failureThreshold": START_SECONDS // 5},
+        "startupProbe": {**asked, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": START_SECONDS // 5},
         "readinessProbe": {**asked, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2},
         "livenessProbe": {**asked, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
     }

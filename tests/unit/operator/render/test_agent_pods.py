@@ -61,6 +61,7 @@ def test_the_users_image_runs_our_program_of_an_init_container() -> None:
     assert mounts == {"/kestrl/settings": True, "/kestrl": True, "/tmp": False}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"port": AGENT_PORT, "path": "/healthz"}
+        assert container[probe]["timeoutSeconds"] >= 5, "a busy node answers late"
     assert container["resources"]["requests"] == {"cpu": "50m", "memory": "256Mi"}
 
 

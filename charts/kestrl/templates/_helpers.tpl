@@ -15,6 +15,11 @@
 {{- printf "%s-operator" (include "kestrl.fullname" .) -}}
 {{- end }}
 
+{{- /* The name of the ConfigMap with the operator's configuration. */}}
+{{- define "kestrl.configMap" -}}
+{{- printf "%s-%s" (include "kestrl.operator" .) (include "kestrl.config" . | sha256sum | trunc 10) -}}
+{{- end }}
+
 {{- /* The name of cluster-scoped objects: several installs, each for some namespaces, may exist. */}}
 {{- define "kestrl.clusterwide" -}}
 {{- if .Values.namespaces -}}

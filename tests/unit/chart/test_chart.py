@@ -33,8 +33,15 @@ def pod(objects: Rendered) -> dict[str, Any]:
 
 
 def config(objects: Rendered, folder: Path) -> Any:
-    (folder / "operator.yaml").write_text(objects.of("ConfigMap")[NAME]["data"]["operator.yaml"])
+    (folder / "operator.yaml").write_text(objects.of("ConfigMap")[config_name(objects)]["data"]["operator.yaml"])
     return read_config(folder / "operator.yaml")
+
+
+def config_name(objects: Rendered) -> str:
+    """The ConfigMap that the operator's pods mount."""
+    volumes = {volume["name"]: volume for volume in pod(objects)["spec"]["volumes"]}
+    name: str = volumes["config"]["configMap"]["name"]
+    return name
 
 
 DEFINITIONS = ["agentrljobs.kestrl.dev", "sftjobs.kestrl.dev"]
@@ -46,13 +53,14 @@ def test_it_passes_helm_s_own_lint(helm: Helm) -> None:
 
 
 def test_an_install_makes_these_objects(helm: Helm) -> None:
-    made = sorted((item["kind"], item["metadata"]["name"]) for item in helm.render())
+    objects = helm.render()
+    made = sorted((item["kind"], item["metadata"]["name"]) for item in objects)
     assert made == sorted(
         [
             *(("CustomResourceDefinition", name) for name in DEFINITIONS),
             ("Deployment", NAME),
             ("ServiceAccount", NAME),
-            ("ConfigMap", NAME),
+            ("ConfigMap", config_name(objects)),
             ("Secret", f"{NAME}-key"),
             ("Service", NAME),
             ("NetworkPolicy", NAME),
@@ -127,12 +135,17 @@ def test_where_the_settings_say_it_listens_and_reads_the_pod_has_it(helm: Helm, 
 
 
 def test_a_change_of_the_settings_rolls_the_operator_and_nothing_else_does(helm: Helm) -> None:
-    def stamp(values: dict[str, Any]) -> str:
-        return pod(helm.render(values))["metadata"]["annotations"]["kestrl.dev/config"]
+    """Pods of the template before mount the settings before."""
 
-    mine = {"kestrl.dev/config": "mine"}
-    assert stamp({}) == stamp({"operator": {"replicas": 3, "podAnnotations": mine}})
-    assert stamp({}) != stamp({"jobs": {"toolsRuntimeClass": "gvisor"}})
+    def mounted(values: dict[str, Any]) -> str:
+        objects = helm.render(values)
+        name = config_name(objects)
+        assert name.startswith(f"{NAME}-")
+        assert objects.of("ConfigMap")[name]["immutable"]
+        return name
+
+    assert mounted({}) == mounted({"operator": {"replicas": 3, "podAnnotations": {"team": "blue"}}})
+    assert mounted({}) != mounted({"jobs": {"toolsRuntimeClass": "gvisor"}})
 
 
 def test_no_label_of_a_user_hides_the_operator_from_the_jobs_policies(helm: Helm) -> None:

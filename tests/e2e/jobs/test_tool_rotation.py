@@ -112,6 +112,7 @@ def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
             data__train={"uri": f"s3://{BUCKET}/mail-rows.jsonl"},
             tools=[tool(cluster.host_address)],
             rewards=[{"rule": "kestrl_email.rewards:art_e"}],
+            rollout__deadlines__tool="40s",
             schedule__maxSteps=STEPS,
         )
         cluster.apply(job, namespace)

@@ -16,7 +16,7 @@ from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Runs
 from kestrl._app.comparison.differing import differing_fields
 from kestrl._app.comparison.flips import Flip, flip_metric, flips
 from kestrl._app.comparison.stored import EvaluationName, StoredEvaluation, check_same_questions, read_evaluation
-from kestrl._app.local.comparison import Evaluation, against_first, as_json, remarks, table, values
+from kestrl._app.local.comparison import Evaluation, against_first, as_json, remarks, tables, values
 from kestrl.terminal import safe_line
 
 console = Console()
@@ -52,7 +52,8 @@ def compare(
     if print_json:
         typer.echo(json.dumps(_as_json((before, after), metric, flipped), indent=2))
         return
-    console.print(table((before, after)))
+    for part in tables(console, (before, after)):
+        console.print(part)
     for line in (*_job_warnings(*sides), *remarks((before, after)), *_flip_lines(metric, flipped, most)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if flipped and sides[0].run is not None and sides[1].run == sides[0].run:

@@ -7,17 +7,20 @@ import os
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
 from kestrl._shared.conventions import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
 from kestrl.errors import UserInputError
 from kestrl.terminal import safe_line
+
+if TYPE_CHECKING:
+    from kestrl._shared.credentials import Secret
 
 console = Console()
 errors = Console(stderr=True)
@@ -157,13 +160,17 @@ def plan(
         ]
         typer.echo(json.dumps(document, indent=2))
         return
-    table = Table("component", "module", "device", "ports", "secrets")
+    table = Table(Column("component", no_wrap=True), Column("module", no_wrap=True), "device", "ports")
+    holders: dict[tuple[Secret, ...], list[str]] = {}
     for item in components:
         ports = ", ".join(f"{name} {port}" for name, port in item.ports.items())
         device = f"{item.device.profile} x{item.device.count}" if item.device.count else "-"
         device += f": {', '.join(item.device.indices)}" if item.device.indices else ""
-        table.add_row(item.name, item.module, device, ports, ", ".join(secret.value for secret in item.secrets))
+        table.add_row(item.name, item.module, device, ports)
+        holders.setdefault(tuple(item.secrets), []).append(item.name)
     console.print(table)
+    for held, names in holders.items():  # in a column, their names would be cut
+        console.print(f"credentials of {', '.join(names)}: {', '.join(held) or 'none'}", **PLAIN)
     if line := outside_line(job.spec.agent):
         console.print(safe_line(f"agent: {line}"), **PLAIN)
     for note in () if site.devices is None else site.devices.notes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,8 @@ from kestrl.terminal import safe, safe_line
 
 ESTIMATES = ("mean", "maj", "pass", "best")
 """Estimates over several samples of a question, in the order of the table."""
+WIDEST = 100_000
+"""Characters of a line that no table reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ def table(evaluations: Sequence[Evaluation]) -> Table:
     """Metrics of every policy, in columns, with the standard errors of those that are means over questions."""
     shown = Table(_title(evaluations[0]))
     for evaluation in evaluations:
-        shown.add_column(Text(safe_line(evaluation.label)), justify="right")
+        shown.add_column(Text(safe_line(evaluation.label)), justify="right", overflow="fold")
     of = [values(evaluation) for evaluation in evaluations]
     names = {name for evaluation in evaluations for name in evaluation.means}
     for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS), key=_place)):
@@ -72,6 +75,22 @@ def table(evaluations: Sequence[Evaluation]) -> Table:
         )
         shown.add_row(Text(safe_line(name)), *cells)
     return shown
+
+
+def tables(console: Console, evaluations: Sequence[Evaluation]) -> Iterator[Table]:
+    """The table in parts that fit the console, each with as many policies as have room."""
+    begin = 0
+    while begin < len(evaluations):
+        end = begin + 1
+        while end < len(evaluations) and _fits(console, evaluations[begin : end + 1]):
+            end += 1
+        yield table(evaluations[begin:end])
+        begin = end
+
+
+def _fits(console: Console, evaluations: Sequence[Evaluation]) -> bool:
+    unbounded = console.options.update(max_width=WIDEST)
+    return Measurement.get(console, unbounded, table(evaluations)).maximum <= console.width
 
 
 def _cell(mean: float | None, by_question: Values | None) -> str:
@@ -155,7 +174,8 @@ def report(
     if with_details:
         for line in details(evaluations):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(table(evaluations))
+    for part in tables(console, evaluations):
+        console.print(part)
     for line in remarks(evaluations):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(str(out), soft_wrap=True, markup=False)

@@ -143,7 +143,11 @@ def test_the_plan_is_printed(tmp_path: Path, manifest: dict[str, Any]) -> None:
     components = json.loads(printed)
     assert [item["name"] for item in components][:2] == ["engine-0", "engine-1"]
     assert components[-1]["settings"]["algorithm"]["group_size"] == 8
-    assert "learner-0" in kestrl("plan", write(tmp_path, manifest))
+    table = kestrl("plan", write(tmp_path, manifest), "--set", "inference.replicas=2", COLUMNS="80")
+    assert "learner-0" in table
+    assert "kestrl_inference.inside.launcher" in table
+    assert "\u2026" not in table, "no word is cut"
+    assert "\ncredentials of engine-0, engine-1: KESTRL_ENGINE_KEY, KESTRL_ENGINE_CONTROL_KEY\n" in table
 
 
 def test_the_plan_makes_no_folder_and_names_data_where_a_run_has_it(tmp_path: Path) -> None:

@@ -38,6 +38,28 @@ def rows(*evaluations: Evaluation) -> list[str]:
     return captured.get().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("label", "policies", "parts"), [("v{}", 13, 2), ("openai:a-family-of-models/policy-{}", 3, 3), ("x" * 90, 1, 1)]
+)
+def test_policies_are_beside_each_other_as_far_as_80_columns_reach(
+    label: str, policies: int, parts: int, tmp_path: Path
+) -> None:
+    labels = [label.format(number) for number in range(policies)]
+    console = Console(width=80)
+    with console.capture() as captured:
+        evaluated = [evaluation(each, sampled_reward=0.5, reward=0.25) for each in labels]
+        report(console, evaluated, tmp_path / "compared.json", with_details=False)
+    *lines, path = captured.get().splitlines()
+    assert path == str(tmp_path / "compared.json")
+    assert max(map(len, lines)) <= 80
+    assert sum("sampled_reward" in line for line in lines) == parts
+    words = [word for line in lines for word in line.split()]
+    assert words.count("0.250") == policies
+    assert not any("\u2026" in word for word in words)
+    if policies > 1:
+        assert [word for word in words if word in labels] == labels
+
+
 def test_estimates_follow_the_main_metrics_by_kind_and_number() -> None:
     estimates = ("pass@16", "pass@2", "best@2", "maj@16", "mean@16")
     means = dict.fromkeys((*estimates, "answered@home", "boxed", "num_turns", "reward"), 0.5)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from statistics import fmean
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 from kestrl._app.episodes.reading import Batch, batch_table
 from kestrl.episode import Purpose
@@ -111,8 +111,9 @@ def step_rows(store: ObjectStore, batch: Batch, *, tokens: bool = False) -> Sequ
 
 def disagreement(scoring: str | None) -> float | None:
     """Distance of the largest to the smallest score that a ruler gave an episode; None if it gave fewer than two."""
-    ruler = (json.loads(scoring) if scoring else {}).get(RULER)
-    scores = ruler.get("scores", ()) if isinstance(ruler, dict) else ()
+    details: Any = json.loads(scoring) if scoring else {}
+    ruler = details.get(RULER)
+    scores: Sequence[float] = cast("dict[str, Any]", ruler).get("scores", ()) if isinstance(ruler, dict) else ()
     return max(scores) - min(scores) if len(scores) > 1 else None
 
 

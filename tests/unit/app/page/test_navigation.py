@@ -105,6 +105,7 @@ def test_a_step_that_is_written_again_with_the_same_size_is_shown_anew(tmp_path:
     store, points, batch = open_store(str(run)), Points(), Batch(Purpose.TRAIN, 1)
     path, stored = episode_batch(*batch), make_group("g")
     sizes = dict[int, float]()
+    size, reward = 0, 0.0
     for reward in (number / 32 for number in range(32)):
         right, failed = stored.group.episodes
         group = replace(stored.group, episodes=[replace(right, reward=reward), failed])

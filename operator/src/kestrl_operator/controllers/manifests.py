@@ -55,6 +55,7 @@ class Manifests:
         self._check_ranks(job)
         _check_interpreter(job)
         _check_environment(job)
+        _check_telemetry(job)
         for role in (Role.LEARNER, Role.ROLLOUT):
             check_addresses(preparation(job, role))
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
@@ -212,6 +213,15 @@ def _check_environment(job: AgentRLJob) -> None:
         raise UserInputError(
             "spec.environment.image: is required on a cluster, where pods install nothing: an image with the "
             "environment, its requirements and a python3"
+        )
+
+
+def _check_telemetry(job: AgentRLJob) -> None:
+    """Refuses what only a run on one machine has; raises `UserInputError`."""
+    if job.spec.telemetry.mlflow is not None:
+        raise UserInputError(
+            "spec.telemetry.mlflow: is for `kestrl run`, which sends the run itself; on a cluster remove it, and start "
+            "`kestrl push s3://BUCKET/RUN --to mlflow --follow` wherever the storage can be read"
         )
 
 

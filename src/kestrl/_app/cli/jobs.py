@@ -20,7 +20,9 @@ from kestrl.errors import UserInputError
 from kestrl.terminal import safe_line
 
 if TYPE_CHECKING:
+    from kestrl._app.local.runner import RunFollower
     from kestrl._shared.credentials import Secret
+    from kestrl._shared.spec import AgentRLJob
 
 console = Console()
 errors = Console(stderr=True)
@@ -55,11 +57,26 @@ def run(
         base_port=base_port,
         active_deadline=job.spec.active_deadline,
         verdict=newest_verdict,
+        follower=_follower(job, manifest.resolve().parent),
     )
     python = interpreter.engine_python(job.spec.inference, options.manifest_dir)
     with in_use(None if python is None else Path(python)):
         code = run_job(job, folder, options, console, resumed=resumed)
     raise typer.Exit(code)
+
+
+def _follower(job: AgentRLJob, base: Path) -> RunFollower | None:
+    """Sends the run to the MLflow server that the job names.
+
+    Raises:
+        UserInputError: Its secret cannot be read, or a package is missing.
+    """
+    if job.spec.telemetry.mlflow is None:
+        return None
+    from kestrl._app.local.secrets import Secrets
+    from kestrl._app.push.beside import MLflowFollower
+
+    return MLflowFollower(job.spec.telemetry.mlflow, Secrets(job, base).mlflow(), base)
 
 
 def validate(

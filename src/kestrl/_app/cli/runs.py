@@ -67,6 +67,8 @@ def status(
         line = safe_line(f"held-out questions, before -> after: {change}")
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     _print_components(record, alive=known.pid is not None)
+    for name, words in record.followers.items():
+        console.print(safe_line(f"{name}: {words}"), markup=False, highlight=False, soft_wrap=True)
     last = record.state or RunState()
     failures = (summary.failures if summary is not None else {}) or last.history.failures
     for name, count in sorted(failures.items()):

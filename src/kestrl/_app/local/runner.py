@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 
@@ -51,6 +51,20 @@ RECONNECT_SECONDS = 0.5
 Replan = Callable[[Sequence[Component], Site], Sequence[Component]]
 
 
+class RunFollower(Protocol):
+    """What sends a run elsewhere while it goes on. It reports in words, and whether they are a problem."""
+
+    name: str
+
+    async def follow(self, run: RunDir, report: Callable[[str, bool], None]) -> None:
+        """Sends what the run stores, until it is cancelled."""
+        ...
+
+    async def finish(self, run: RunDir, report: Callable[[str, bool], None]) -> None:
+        """Sends the rest of a run that has ended, within a time limit."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Command-line options beside the manifest."""
@@ -61,6 +75,8 @@ class Options:
     active_deadline: float | None = None
     verdict: Callable[[ObjectStore], str] | None = None
     """What became of the last stored episode, in one line, for the live view."""
+    follower: RunFollower | None = None
+    """What sends the run to the MLflow server of `telemetry.mlflow`."""
 
 
 class Runner:
@@ -77,7 +93,7 @@ class Runner:
         ports: dict[Listener, int],
     ) -> None:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
-        self._job, self._site, self._view, self._options = job, site, view, options
+        self._job, self._run, self._site, self._view, self._options = job, run, site, view, options
         self._state = RunState()
         record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid())
         self._record = RunnerRecordFile(run.path / RECORD, record)
@@ -109,31 +125,57 @@ class Runner:
             asyncio.create_task(self._watch(), name="watch-progress"),
             asyncio.create_task(self._keep_record(), name="keep-record"),
         ]
+        follower = self._options.follower
+        if follower is not None:
+            watching.append(asyncio.create_task(follower.follow(self._run, self._followed), name=follower.name))
         for task in watching:
             task.add_done_callback(self._say_failure)
-        deadline = self._options.active_deadline
         try:
-            async with asyncio.timeout(deadline):
-                outcome = self._ended(await self._supervisor.run())
-        except TimeoutError:
-            outcome = Outcome(EXIT_FAILED, "activeDeadline passed")
-        except UserInputError as error:
-            outcome = Outcome(EXIT_INPUT, str(error))
-        except KestrlError as error:
-            outcome = Outcome(EXIT_FAILED, str(error))
-        except asyncio.CancelledError:
-            outcome = Outcome(
-                EXIT_INTERRUPTED, "interrupted twice: stopped immediately, without a checkpoint of the last steps"
-            )
+            outcome = await self._supervised()
         finally:
             for task in watching:
                 task.cancel()
             await asyncio.wait(watching)
+            if follower is not None:
+                await self._finish(follower)
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
         self._record.update(ended=outcome.code, reason=outcome.reason)
         self._changed(force=True)
         return outcome
+
+    async def _supervised(self) -> Outcome:
+        """What becomes of the components."""
+        try:
+            async with asyncio.timeout(self._options.active_deadline):
+                return self._ended(await self._supervisor.run())
+        except TimeoutError:
+            return Outcome(EXIT_FAILED, "activeDeadline passed")
+        except UserInputError as error:
+            return Outcome(EXIT_INPUT, str(error))
+        except KestrlError as error:
+            return Outcome(EXIT_FAILED, str(error))
+        except asyncio.CancelledError:
+            return Outcome(
+                EXIT_INTERRUPTED, "interrupted twice: stopped immediately, without a checkpoint of the last steps"
+            )
+
+    async def _finish(self, follower: RunFollower) -> None:
+        """Has the rest sent. The run has ended: whatever happens here changes nothing of its outcome."""
+        self._followed("sends the rest; interrupt to end without it", False)
+        try:
+            await follower.finish(self._run, self._followed)
+        except asyncio.CancelledError:
+            self._followed("interrupted before the rest was sent", True)
+        except (OSError, KestrlError) as error:
+            self._followed(f"the rest was not sent: {error}", True)
+
+    def _followed(self, words: str, problem: bool) -> None:
+        """Reports what has become of the run where it is sent to."""
+        assert self._options.follower is not None
+        name = self._options.follower.name
+        self._record.update(force=True, followers={name: words})
+        self._view.say(f"{'warning: ' if problem else ''}{name}: {words}")
 
     def _say_failure(self, task: asyncio.Task[None]) -> None:
         """Reports the end of a task beside the run, which goes on without it."""

@@ -125,9 +125,19 @@ class Secrets:
         """
         return {name: self._entry(*reference) for name, reference in tool_secrets(self._job.spec).items()}
 
+    def mlflow(self) -> Variables:
+        """Variables for the MLflow server of `telemetry`; empty if the job has no secret for it.
+
+        Raises:
+            UserInputError: The file is missing or malformed.
+        """
+        tracking = self._job.spec.telemetry.mlflow
+        reference = None if tracking is None else tracking.secret_ref
+        return {} if reference is None else self._secret(reference.name, "spec.telemetry.mlflow.secretRef")
+
     def problems(self) -> Iterator[str]:
         """What is wrong with the files of all secrets, one problem for each of a role."""
-        for read in (self.storage, self.judge, self.tools, self._patched):
+        for read in (self.storage, self.judge, self.tools, self.mlflow, self._patched):
             try:
                 read()
             except UserInputError as error:

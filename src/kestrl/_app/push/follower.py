@@ -23,6 +23,8 @@ POLL_SECONDS = 2.0
 FIRST_WAIT, LONGEST_WAIT = 2.0, 60.0
 """Seconds before the second attempt at a target that does not answer, and at most between two."""
 SUMMARY_TAG_DIGITS = 32
+WAITING, LEFT_OUT, RECOVERED = "waiting: ", "not sent: ", "it answers again"
+"""Lines of progress, or how they begin."""
 
 
 @dataclass(slots=True)
@@ -88,12 +90,12 @@ class Follower:
                     raise
                 if str(error) != reported:
                     reported = str(error)
-                    self._say(f"waiting: {error}")
+                    self._say(f"{WAITING}{error}")
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 continue
             if reported:
-                self._say("it answers again")
+                self._say(RECOVERED)
             wait, reported = FIRST_WAIT, ""
             if not live:
                 return self.sent
@@ -143,7 +145,7 @@ class Follower:
         """Reports a part that cannot be read or is refused, and goes on without it until it is written again."""
         self._unreadable[part.path] = part.version.tag
         self.sent.problems.append(problem)
-        self._say(f"not sent: {problem}")
+        self._say(f"{LEFT_OUT}{problem}")
 
     def _send_part(self, store: ObjectStore, part: Part) -> None:
         if part.kind is Kind.EPISODES:

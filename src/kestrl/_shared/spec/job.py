@@ -229,6 +229,19 @@ class MetricSinkSpec(Model):
     """Keyword arguments of the class."""
 
 
+class MLflowTracking(Model):
+    """An MLflow server that a run is sent to while it goes on, as by `kestrl push --to mlflow --follow`."""
+
+    uri: Annotated[str, Field(pattern=r"^(https?://[^\s/@]+(/\S*)?|sqlite:///\S+)$")]
+    """Address of the server without credentials, or sqlite:///FILE, a database of this machine."""
+    experiment: Annotated[str, Field(max_length=200)] = ""
+    """Name of the experiment. Default: the job's name."""
+    sample: Annotated[float, Field(ge=0, le=1, strict=False)] = 1.0
+    """Share of groups whose episodes are sent; metrics and the result always are."""
+    secret_ref: SecretRef | None = None
+    """Secret with MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+
+
 class Telemetry(Model):
     """Export of spans and metrics."""
 
@@ -240,6 +253,9 @@ class Telemetry(Model):
     Failures are counted in metrics regardless. OTEL_TRACES_SAMPLER overrides it."""
     sinks: Annotated[list[MetricSinkSpec], Field(max_length=8)] = []
     """Metric sinks, beside the files under `metrics/` and OpenTelemetry."""
+    mlflow: MLflowTracking | None = None
+    """MLflow server that receives the run and a trace of each episode. A server that is down stops no run. Only by
+    `kestrl run`: refused on a cluster."""
 
 
 class FailureRule(Model):

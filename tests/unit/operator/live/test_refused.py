@@ -58,6 +58,14 @@ async def test_an_environment_without_an_image_is_refused_by_its_field(stage: St
     assert stage.children() == []
 
 
+async def test_mlflow_of_a_run_on_one_machine_is_refused_by_its_field(stage: Stage) -> None:
+    await stage.operator()
+    stage.job(telemetry={"mlflow": {"uri": "http://mlflow:5000"}})
+    await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
+    assert "spec.telemetry.mlflow: is for `kestrl run`" in stage.condition("Accepted")[2]
+    assert stage.children() == []
+
+
 async def test_requirements_that_pods_would_have_to_install_are_refused(stage: Stage) -> None:
     await stage.operator()
     stage.job(tools=[], agent={"run": "mine:agent", "maxTokens": 512, "python": {"requirements": ["openai"]}})

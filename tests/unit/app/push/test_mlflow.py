@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,12 +17,16 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.fakes.stored_runs import BEGIN, make_group, make_run, store_step
+from tests.fakes.stored_runs import BEGIN, make_group, make_run, store_step, store_summary
 from typer.testing import CliRunner
 
 from kestrl._app.cli.main import app
+from kestrl._app.local.rundir import RunDir
+from kestrl._app.push.beside import MLflowFollower
 from kestrl._app.push.mlflow.server import serving_mlflow
 from kestrl._app.push.mlflow.spans import trace_id
+from kestrl._shared.spec.job import MLflowTracking
+from kestrl.runstate.states import RunPhase
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
@@ -193,6 +198,38 @@ def test_a_push_that_is_killed_is_continued_with_each_trace_once(tmp_path: Path,
     assert len(server.traces("killed")) == 2 * steps
     assert len(server.runs("killed")) == 1
     assert push(run, server, "killed") == "nothing new to send\n"
+
+
+async def test_a_run_is_sent_while_it_goes_on_and_its_result_when_it_has_ended(tmp_path: Path, server: Server) -> None:
+    folder = make_run(tmp_path / "runs" / "job-2")
+    (folder / "logs").mkdir()
+    store_step(folder, 1, [make_group("g1")], {"reward": 0.25})
+    run, reports = RunDir(folder), list[tuple[str, bool]]()
+    assert run.lock() is not None
+    sent = MLflowFollower(MLflowTracking(uri=server.uri, experiment="beside"), {}, tmp_path)
+    following = asyncio.create_task(sent.follow(run, lambda *report: reports.append(report)))
+    async with asyncio.timeout(120):
+        while "g1/1" not in await asyncio.to_thread(_traces_of, server, "beside"):
+            assert not following.done()
+            await asyncio.sleep(0.1)  # a server has no event
+    assert [known["info"]["status"] for known in server.runs("beside")] == ["RUNNING"]
+    following.cancel()
+    await asyncio.wait([following])
+    store_step(folder, 2, [make_group("g2")], {"reward": 0.5})
+    store_summary(folder, RunPhase.SUCCEEDED, steps=2)
+    await sent.finish(run, lambda *report: reports.append(report))
+    assert [known["info"]["status"] for known in server.runs("beside")] == ["FINISHED"]
+    assert sorted(server.traces("beside")) == ["g1/0", "g1/1", "g2/0", "g2/1"]
+    assert reports[0] == (f"sends to {server.uri}", False)
+    assert reports[-1] == (f"sent 2 episodes in 3 parts: everything is at {server.uri}", False)
+
+
+def _traces_of(server: Server, experiment: str) -> set[str]:
+    """The episodes that have arrived; none before there is the experiment."""
+    try:
+        return set(server.traces(experiment))
+    except AssertionError:
+        return set()
 
 
 def test_an_experiment_that_was_deleted_gets_the_run_again(run: Path, server: Server) -> None:

@@ -26,11 +26,27 @@ each also serves its metrics for Prometheus, on a port that `kestrl status` show
 """
 TAIL = """## Tail sampling
 
-A run is one trace, and a tenth of its groups are in it (`telemetry.tracedGroups`). A collector that should keep only
-what is worth looking at drops the spans of other groups: with `telemetry.tracedGroups: 1`, keep groups whose
-`kestrl.score` has a `kestrl.reward.highest` above its `kestrl.reward.lowest` (they have an advantage), and every span
-with `kestrl.failure.boundary`. An episode's span ends before the episode is scored, so its own reward and advantage are
-in the [table of episodes](episodes.md), which has the trace's id, and not on the span.
+A run is one trace, and a tenth of its groups are in it (`telemetry.tracedGroups`). A collector's `tail_sampling`
+decides on whole traces, which are whole runs here; what keeps the episodes that are worth looking at is its `filter`.
+With `telemetry.tracedGroups: 1`, this drops the spans of episodes that did not fail and whose reward is within 0.1 of
+the mean of their group:
+
+```
+processors:
+  filter/episodes:
+    error_mode: ignore
+    traces:
+      span:
+        - >-
+          name == "kestrl.episode"
+          and attributes["kestrl.failure.boundary"] == nil
+          and attributes["kestrl.reward.distance"] < 0.1
+```
+
+The spans of their calls stay. `kestrl.reward.distance` is the size of the advantage as far as a group alone decides on
+it; the algorithm's own is computed in the step and stands in the [table of episodes](episodes.md), which has the
+trace's id. Of whole groups `kestrl.score` has `kestrl.reward.lowest` and `kestrl.reward.highest`: where they are equal
+nothing is learned.
 """
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kestrl._shared.telemetry.names import Attr, EventName, Instrument, Metric, SpanName
 
@@ -29,6 +30,13 @@ def test_the_page_has_every_name() -> None:
     assert len(metrics) > 50
     rows = {row.split(" | ")[0].strip("| `") for row in page.splitlines() if row.startswith("| `")}
     assert rows == {*constants, *(metric.name for metric in metrics)}
+
+
+def test_the_collectors_filter_has_names_of_the_code() -> None:
+    page = (ROOT / "docs/telemetry.md").read_text()
+    (example,) = re.findall(r"^```\n(processors:.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (condition,) = yaml.safe_load(example)["processors"]["filter/episodes"]["traces"]["span"]
+    assert re.findall(r'"([^"]+)"', condition) == [SpanName.EPISODE, Attr.FAILURE_BOUNDARY, Attr.REWARD_DISTANCE]
 
 
 @pytest.mark.parametrize("kind", [SpanName, Attr, EventName, Metric], ids=lambda kind: kind.__name__)

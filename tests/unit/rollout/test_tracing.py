@@ -19,7 +19,7 @@ from kestrl._shared.telemetry.sampling import sampler
 from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.errors import JudgeFailure
-from kestrl_rollout.groups.scoring import Judge
+from kestrl_rollout.groups.scoring import Judge, outcomes
 
 
 async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter) -> None:
@@ -45,6 +45,38 @@ async def test_the_tree_of_a_group(stage: Any, call_text: Callable[..., str], ex
     assert sent.split("-")[1] == episode.trace_id
     assert spans[int(sent.split("-")[2], 16)].name == "kestrl.model_call"
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+async def test_the_span_of_an_episode_has_its_outcome_and_ends_before_the_score(
+    stage: Any, call_text: Callable[..., str], exporter: InMemorySpanExporter
+) -> None:
+    stage.says(call_text("search", word="a"), "Done.")
+    episode = await stage.episode()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    attributes = dict(spans[SpanName.EPISODE].attributes or {})
+    assert attributes["kestrl.reward"] == episode.reward
+    assert attributes["kestrl.reward.distance"] == 0.0
+    ended, begun = spans[SpanName.EPISODE].end_time, spans[SpanName.SCORE].start_time
+    assert ended is not None
+    assert begun is not None
+    assert ended <= begun
+
+
+def test_an_outcome_is_the_reward_with_its_distance_from_the_groups_mean_or_the_failure() -> None:
+    failure = common.Failure(boundary=common.BOUNDARY_TOOL, code="tool_raised")
+    episodes = [
+        common.Episode(id="g/0", reward=1.0),
+        common.Episode(id="g/1", reward=-0.5),
+        common.Episode(id="g/2", failure=failure),
+    ]
+    assert outcomes(common.Group(id="g", episodes=episodes)) == {
+        "g/0": {"kestrl.reward": 1.0, "kestrl.reward.distance": 0.75},
+        "g/1": {"kestrl.reward": -0.5, "kestrl.reward.distance": 0.75},
+        "g/2": {"kestrl.failure.boundary": "tool", "error.type": "tool_raised"},
+    }
+    assert outcomes(common.Group(id="g", episodes=episodes[2:])) == {
+        "g/2": {"kestrl.failure.boundary": "tool", "error.type": "tool_raised"}
+    }
 
 
 async def test_a_failure_in_a_group_that_is_not_traced_is_counted(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, Trace
 from tests.fakes.collector import Collector, collecting
 
 import kestrl._shared.telemetry
-from kestrl._shared.telemetry import current_trace_id, span, trace_headers
+from kestrl._shared.telemetry import Unended, current_trace_id, span, trace_headers
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.telemetry.sampling import sampler
 from kestrl.engines.otlp import is_http, uses_http
@@ -64,6 +64,30 @@ def test_a_failure_marks_its_span(exporter: InMemorySpanExporter) -> None:
     (kept,) = exporter.get_finished_spans()
     assert dict(kept.attributes or {}) == {"kestrl.failure.boundary": "engine", "error.type": "unreachable"}
     assert (kept.status.status_code, kept.status.description) == (StatusCode.ERROR, "engine-0: gone")
+
+
+def test_a_span_that_waits_for_its_outcome_ends_with_its_work_whatever_comes(exporter: InMemorySpanExporter) -> None:
+    with suppress(EngineFailure), span("group"), Unended() as unended:
+        with span("episode", unended=unended, key="g/0"):
+            pass
+        with span("score"):
+            assert [kept.name for kept in exporter.get_finished_spans()] == []
+        unended.set("g/0", {"kestrl.reward": 0.5})
+        raise EngineFailure("engine-0: gone", code="unreachable")
+    score, episode, group = exporter.get_finished_spans()
+    assert (score.name, episode.name, group.name) == ("score", "episode", "group")
+    assert dict(episode.attributes or {}) == {"kestrl.reward": 0.5}
+    assert episode.parent == group.context
+    assert episode.end_time is not None
+    assert score.start_time is not None
+    assert episode.end_time <= score.start_time
+
+
+def test_a_span_that_is_not_sampled_waits_for_nothing() -> None:
+    with beneath(UNSAMPLED), Unended() as unended:
+        with span("episode", unended=unended, key="g/0"):
+            pass
+        assert not unended.recorded
 
 
 def test_the_children_of_an_unsampled_parent_are_not_recorded(exporter: InMemorySpanExporter) -> None:

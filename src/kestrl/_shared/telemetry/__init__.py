@@ -6,9 +6,11 @@ Without an endpoint (settings or OTEL_EXPORTER_OTLP_ENDPOINT) nothing of the SDK
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Self
 
 from opentelemetry import context, trace
 from opentelemetry.propagate import extract, inject
@@ -19,7 +21,17 @@ from kestrl._shared.telemetry.root_ids import ROOT
 from kestrl.engines.otlp import named_endpoint
 from kestrl.errors import KestrlError
 
-__all__ = ["beginning", "current_trace_id", "event", "set_up", "span", "trace_headers", "unrecorded", "within"]
+__all__ = [
+    "Unended",
+    "beginning",
+    "current_trace_id",
+    "event",
+    "set_up",
+    "span",
+    "trace_headers",
+    "unrecorded",
+    "within",
+]
 
 TRACER = "kestrl"
 _tracer = trace.get_tracer(TRACER)
@@ -65,16 +77,53 @@ def set_up(
         serve_metrics(resource, metrics_listen, exports=exports, endpoint=endpoint)
 
 
+class Unended:
+    """Spans whose work is over and whose outcome is not known yet, by key. At the end of the block each ends with the
+    time at which its work was over.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, tuple[Span, int]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for current, end in self._spans.values():
+            current.end(end)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there are spans; those that are not sampled are none."""
+        return bool(self._spans)
+
+    def add(self, key: str, current: Span) -> None:
+        """Adds a span whose work is over now."""
+        if current.is_recording():
+            self._spans[key] = current, time.time_ns()
+
+    def set(self, key: str, attributes: Mapping[str, str | float]) -> None:
+        """Sets attributes of a span."""
+        self._spans[key][0].set_attributes(attributes)
+
+
 class span:  # noqa: N801 - used as a verb: `with span(...)`
     """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed.
 
     A class, since every call of a model or tool makes a span, and two generators would cost as much as the span.
     """
 
-    __slots__ = ("_attributes", "_name", "_span", "_token")
+    __slots__ = ("_attributes", "_key", "_name", "_span", "_token", "_unended")
 
-    def __init__(self, name: str, attributes: Mapping[str, str | int | float | bool] | None = None) -> None:
-        self._name, self._attributes = name, attributes
+    def __init__(
+        self,
+        name: str,
+        attributes: Mapping[str, str | int | float | bool] | None = None,
+        *,
+        unended: Unended | None = None,
+        key: str = "",
+    ) -> None:
+        self._name, self._attributes, self._unended, self._key = name, attributes, unended, key
 
     def __enter__(self) -> Span:
         self._span = _tracer.start_span(self._name, attributes=self._attributes)
@@ -90,7 +139,10 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
             self._span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
         elif isinstance(error, Exception):
             self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"[:500]))
-        self._span.end()
+        if self._unended is None:
+            self._span.end()
+        else:
+            self._unended.add(self._key, self._span)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kestrl._shared.telemetry import current_trace_id, span
+from kestrl._shared.telemetry import Unended, current_trace_id, span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
@@ -116,11 +116,11 @@ class EpisodeRunner:
             return []
         return [tool.to_openai() for tool in offered.tools]
 
-    async def run(self, request: GroupRequest, index: int, clock: GroupClock) -> Episode:
-        """Runs episode `index` of a group. Raises only on cancellation."""
+    async def run(self, request: GroupRequest, index: int, clock: GroupClock, spans: Unended) -> Episode:
+        """Runs episode `index` of a group, whose span `spans` gets by the episode's id. Raises only on cancellation."""
         attempt = _Attempt(f"{request.id}/{index}", index, request.seed + index, Waiting())
         attributes = {Attr.EPISODE_ID: attempt.id, Attr.SCENARIO_ID: request.scenario.id}
-        with span(SpanName.EPISODE, attributes) as current:
+        with span(SpanName.EPISODE, attributes, unended=spans, key=attempt.id) as current:
             failure = await self._settle(request, attempt, clock)
             conversation = attempt.conversation
             stopped = StopReason.ANSWERED if conversation is None else conversation.finish()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry import Unended, span
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Attr, Metric, SpanName
 from kestrl.api.common.v1 import common_pb2 as common
@@ -18,7 +18,7 @@ from kestrl.tools import SandboxInUse
 from kestrl_rollout.deadlines import GroupClock
 from kestrl_rollout.engine.client import EngineAddress
 from kestrl_rollout.groups.episodes import EpisodeRunner
-from kestrl_rollout.groups.scoring import Judge
+from kestrl_rollout.groups.scoring import Judge, outcomes
 from kestrl_rollout.metrics import Counts
 from kestrl_rollout.requests import GroupRequest
 
@@ -123,24 +123,27 @@ class GroupRunner:
             Attr.POLICY: request.policy_name,
         }
         engines = self._episodes.engine_sets.opened(request.policy_name, request.engines, request.engines_revision)
-        with span(SpanName.GROUP, attributes), engines:
+        with span(SpanName.GROUP, attributes), engines, Unended() as spans:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(request, index, clock, ended), name=f"{request.id}/{index}")
+                    tasks.create_task(self._episode(request, index, clock, ended, spans), name=f"{request.id}/{index}")
                     for index in range(request.size)
                 ]
             whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
             whole = replace(whole, tools=await self._episodes.described_tools(request.scenario))
             group = group_to_proto(whole)
             await self._judge.score(group, max_turns=request.limits.max_turns, ends=clock.ends)
+            if spans.recorded:
+                for episode_id, outcome in outcomes(group).items():
+                    spans.set(episode_id, outcome)
             return group
 
     async def _episode(
-        self, request: GroupRequest, index: int, clock: GroupClock, ended: Callable[[], None]
+        self, request: GroupRequest, index: int, clock: GroupClock, ended: Callable[[], None], spans: Unended
     ) -> Episode:
         self._running += 1
         try:
-            episode = await self._episodes.run(request, index, clock)
+            episode = await self._episodes.run(request, index, clock, spans)
         finally:
             self._running -= 1
         self._counts.add(episode)

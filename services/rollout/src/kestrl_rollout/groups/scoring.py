@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from kestrl._shared import rpc
 from kestrl._shared.telemetry import span
@@ -41,6 +42,25 @@ def _spread(scores: Mapping[str, Score]) -> dict[str, float]:
     """Attributes by which a collector keeps what is worth looking at: groups with an advantage, or a low reward."""
     rewards = [score.reward for score in scores.values() if score.reward is not None]
     return {Attr.LOWEST_REWARD: min(rewards), Attr.HIGHEST_REWARD: max(rewards)} if rewards else {}
+
+
+def outcomes(group: common.Group) -> dict[str, dict[str, str | float]]:
+    """Attributes by which a collector keeps the episodes of a scored group that are worth looking at, by their ids."""
+    mean = fmean([episode.reward for episode in group.episodes if episode.HasField("reward")] or [0.0])
+    return {episode.id: {**_reward(episode, mean), **_failure(episode)} for episode in group.episodes}
+
+
+def _reward(episode: common.Episode, mean: float) -> dict[str, str | float]:
+    if not episode.HasField("reward"):
+        return {}
+    return {Attr.REWARD: episode.reward, Attr.REWARD_DISTANCE: abs(episode.reward - mean)}
+
+
+def _failure(episode: common.Episode) -> dict[str, str | float]:
+    if not episode.HasField("failure"):
+        return {}
+    failure = failure_from_proto(episode.failure)
+    return {Attr.FAILURE_BOUNDARY: str(failure.boundary), Attr.ERROR_TYPE: failure.code}
 
 
 class Judge:

@@ -5,6 +5,7 @@ Two hundred steps hold the same 500 episodes with some dozen tokens, so that the
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def largest_memory(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
 
+def cpu(pid: int) -> float:
+    """CPU time of a process so far in milliseconds, which the load of the machine changes little."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return 1_000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(steps: int = STEPS, groups: int = GROUPS) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "runs"
@@ -94,9 +101,14 @@ def measure(steps: int = STEPS, groups: int = GROUPS) -> Iterator[Row]:
                 browser.open(printed)
                 site = printed.partition("/?")[0]
                 for page, (address, limit) in PAGES.items():
-                    paints = [first_paint(browser, site + address) for _ in range(VISITS)]
+                    begin = cpu(pid)
+                    paints = [first_paint(browser, site + address)]
+                    first = cpu(pid)
+                    paints += [first_paint(browser, site + address) for _ in range(VISITS - 1)]
                     yield _row(f"page/{page}/first_visit", paints[0], limit)
+                    yield _row(f"page/{page}/first_visit/server_cpu", first - begin, limit)
                     yield _row(f"page/{page}", statistics.median(paints[1:]), limit)
+                    yield _row(f"page/{page}/server_cpu", (cpu(pid) - first) / (VISITS - 1), limit)
                 yield _row("page/memory", largest_memory(pid), MEMORY, unit="MB")
         finally:
             browser.close()

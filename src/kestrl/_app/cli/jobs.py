@@ -50,6 +50,7 @@ def run(
     if verbose:
         os.environ[LEVEL_VARIABLE] = "DEBUG"
     job = read_job(manifest, with_engine(set_, engine_python))
+    follower = _follower(job, manifest.resolve().parent)
     folder, resumed = open_run(runs, job, new=new)
     options = Options(
         manifest_dir=manifest.resolve().parent,
@@ -57,7 +58,7 @@ def run(
         base_port=base_port,
         active_deadline=job.spec.active_deadline,
         verdict=newest_verdict,
-        follower=_follower(job, manifest.resolve().parent),
+        follower=follower,
     )
     python = interpreter.engine_python(job.spec.inference, options.manifest_dir)
     with in_use(None if python is None else Path(python)):
@@ -69,14 +70,14 @@ def _follower(job: AgentRLJob, base: Path) -> RunFollower | None:
     """Sends the run to the MLflow server that the job names.
 
     Raises:
-        UserInputError: Its secret cannot be read, or a package is missing.
+        UserInputError: A package is missing.
     """
     if job.spec.telemetry.mlflow is None:
         return None
     from kestrl._app.local.secrets import Secrets
     from kestrl._app.push.beside import MLflowFollower
 
-    return MLflowFollower(job.spec.telemetry.mlflow, Secrets(job, base).mlflow(), base)
+    return MLflowFollower(job.spec.telemetry.mlflow, Secrets(job, base).mlflow, base)
 
 
 def validate(

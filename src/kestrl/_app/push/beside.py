@@ -37,7 +37,7 @@ class MLflowFollower:
 
     Args:
         tracking: The server.
-        credentials: Environment variables with the credentials for it.
+        credentials: Reads the environment variables with the credentials for it.
         base: The manifest's folder, to which the path of a database is relative.
 
     Raises:
@@ -46,7 +46,7 @@ class MLflowFollower:
 
     name = "mlflow"
 
-    def __init__(self, tracking: MLflowTracking, credentials: Mapping[str, str], base: Path) -> None:
+    def __init__(self, tracking: MLflowTracking, credentials: Callable[[], Mapping[str, str]], base: Path) -> None:
         if missing := [package for package in PACKAGES if find_spec(package) is None]:
             raise UserInputError(f"spec.telemetry.mlflow needs {', '.join(missing)}: pip install 'kestrl[push]'")
         scheme, _, place = tracking.uri.partition("///")
@@ -106,7 +106,7 @@ class MLflowFollower:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **self._credentials, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **self._credentials(), "PYTHONUNBUFFERED": "1"},
                 cwd=run.path,
                 pass_fds=(read_end,),
                 start_new_session=True,  # Ctrl-C only reaches the runner

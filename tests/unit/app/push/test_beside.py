@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.fakes.stored_runs import make_stored_run
+from tests.program import run_program
 
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
@@ -41,7 +44,9 @@ class Reports:
 
 
 def follower(uri: str = DOWN, credentials: Mapping[str, str] | None = None) -> MLflowFollower:
-    return MLflowFollower(MLflowTracking(uri=uri, experiment="a b", sample=0.5), credentials or {}, Path("/manifest"))
+    return MLflowFollower(
+        MLflowTracking(uri=uri, experiment="a b", sample=0.5), lambda: credentials or {}, Path("/manifest")
+    )
 
 
 async def test_a_server_that_is_down_is_waited_for_until_the_run_ends(tmp_path: Path) -> None:
@@ -96,6 +101,28 @@ async def test_a_database_is_beside_the_manifest_and_credentials_are_variables(
     assert words.startswith(
         f"a-token push job-1 --runs {folder.parent} --to mlflow --uri sqlite:////manifest/tracking/"
     )
+
+
+def test_a_job_whose_secret_is_missing_is_refused_before_it_starts(tmp_path: Path) -> None:
+    rows = [{"id": number, "question": f"{number}?", "ground_truth": number} for number in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    manifest = {
+        "apiVersion": "kestrl.dev/v1alpha1",
+        "kind": "AgentRLJob",
+        "metadata": {"name": "sent"},
+        "spec": {
+            "model": {"base": "demo://tiny"},
+            "data": {"train": {"uri": "train.jsonl"}},
+            "rewards": [{"rule": "exact_answer"}],
+            "telemetry": {"mlflow": {"uri": DOWN, "secretRef": {"name": "tracking"}}},
+        },
+    }
+    (tmp_path / "job.json").write_text(json.dumps(manifest))
+    done = run_program("run", tmp_path / "job.json", "--runs", tmp_path / "runs", env=dict(os.environ))
+    assert done.returncode == 2
+    missing = f"spec.telemetry.mlflow.secretRef: {tmp_path / 'tracking.env'} does not exist"
+    assert missing in done.stdout + done.stderr
+    assert not list((tmp_path / "runs").glob("sent-*"))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ async def test_a_run_is_sent_while_it_goes_on_and_its_result_when_it_has_ended(t
     store_step(folder, 1, [make_group("g1")], {"reward": 0.25})
     run, reports = RunDir(folder), list[tuple[str, bool]]()
     assert run.lock() is not None
-    sent = MLflowFollower(MLflowTracking(uri=server.uri, experiment="beside"), {}, tmp_path)
+    sent = MLflowFollower(MLflowTracking(uri=server.uri, experiment="beside"), dict, tmp_path)
     following = asyncio.create_task(sent.follow(run, lambda *report: reports.append(report)))
     async with asyncio.timeout(120):
         while "g1/1" not in await asyncio.to_thread(_traces_of, server, "beside"):

@@ -21,7 +21,7 @@ def typed(lines: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """What a reader sees who types these lines in a checkout."""
     environment = {**os.environ, "KESTRL_E2E_STATE": str(folder)}
     return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", lines],
+        ["bash", "-euc", lines],
         cwd=ROOT,
         env=environment,
         capture_output=True,

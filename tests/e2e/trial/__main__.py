@@ -41,7 +41,7 @@ TRAINING_SECONDS = 1200.0
 
 
 def note(text: str) -> None:
-    """Reports progress; standard output has what a shell can evaluate."""
+    """Reports progress on standard error; standard output has what a shell can evaluate."""
     sys.stderr.write(f"{text}\n")
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.mounted_secret import MountedSecret
 from tests.fakes.s3 import S3Server
 
-from kestrl.errors import StorageInaccessible, UserInputError
+from kestrl.errors import StorageInaccessible, StorageUnavailable, UserInputError
 from kestrl.storage import open_store
 from kestrl.storage.credentials import FOLDER_VARIABLE, mounted_configuration
 
@@ -74,3 +74,34 @@ def test_each_kind_of_storage_reads_its_own_files(mount: Mount, monkeypatch: pyt
     assert mounted_configuration("s3") == {"AWS_SECRET_ACCESS_KEY": "other"}, "what was removed is gone"
     monkeypatch.setenv(FOLDER_VARIABLE, os.devnull)
     assert mounted_configuration("s3") == {}
+
+
+@pytest.mark.parametrize(
+    ("address", "variables"),
+    [
+        (
+            "s3://bucket/run",
+            {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r", "AWS_REGION": "r", "AWS_WEB_IDENTITY_TOKEN_FILE": "{}/token"},
+        ),
+        (
+            "az://container/run",
+            {
+                "AZURE_STORAGE_ACCOUNT_NAME": "account",
+                "AZURE_CLIENT_ID": "client",
+                "AZURE_TENANT_ID": "tenant",
+                "AZURE_FEDERATED_TOKEN_FILE": "{}/token",
+            },
+        ),
+    ],
+    ids=["IRSA", "AKS"],
+)
+def test_a_cloud_s_webhook_s_token_is_read_for_its_identity(
+    address: str, variables: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables are those that the webhooks set. Without the file nothing is asked of a cloud."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", FOLDER_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text.format(tmp_path))
+    with pytest.raises(StorageUnavailable, match="token file"):
+        open_store(address).exists("a")

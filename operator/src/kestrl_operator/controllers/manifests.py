@@ -17,7 +17,7 @@ from kestrl_operator.credentials import derive
 from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import preparation
 from kestrl_operator.state.accelerators import Node, unsatisfiable
-from kestrl_operator.state.cluster import Cluster, LearnerState, site_of, storage_of
+from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, site_of, storage_of
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
@@ -171,6 +171,7 @@ class Manifests:
                 secrets=derive(self._key, uid),
                 storage=uri,
                 store=secret,
+                identity=identity_of(job, key.namespace, self._cluster),
                 parked=decision.parked,
                 attempts=decision.attempts,
                 restarts=decision.restarts,

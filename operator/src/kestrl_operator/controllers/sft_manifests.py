@@ -9,7 +9,7 @@ from kestrl._shared.prepare import check_addresses
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
-from kestrl_operator.state.cluster import Cluster, storage_of
+from kestrl_operator.state.cluster import Cluster, identity_of, storage_of
 from kestrl_operator.state.store import Key
 
 Object = dict[str, Any]
@@ -48,7 +48,13 @@ class SFTManifests:
         """
         uri, secret = storage_of(job, self._cluster)
         given = SFTGiven(
-            job=job, namespace=key.namespace, uid=uid, cluster=self._cluster, storage=storage or uri, secret=secret
+            job=job,
+            namespace=key.namespace,
+            uid=uid,
+            cluster=self._cluster,
+            storage=storage or uri,
+            secret=secret,
+            identity=identity_of(job, key.namespace, self._cluster),
         )
         return render_sft(given)
 

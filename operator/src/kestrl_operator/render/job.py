@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from urllib.parse import urlparse
+from urllib.parse import ParseResult, urlparse
 
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.planning import has_rank_pods
@@ -17,9 +17,11 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.environments import PACKAGED, with_environment
+from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.patching import PodPatch, patched
 from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
+    STORAGE_ROLES,
     Object,
     account,
     checksum,
@@ -31,7 +33,17 @@ from kestrl_operator.render.pods import (
 )
 from kestrl_operator.render.resources import within_limits
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import DATA, MODEL, PACKAGES, Cluster, prepared, replicas, runtime_class_of, workload
+from kestrl_operator.state.cluster import (
+    DATA,
+    MODEL,
+    PACKAGES,
+    Cluster,
+    ServiceAccount,
+    prepared,
+    replicas,
+    runtime_class_of,
+    workload,
+)
 from kestrl_operator.state.snapshot import (
     ACCEPTED,
     ATTEMPTS,
@@ -67,6 +79,8 @@ class Given:
     """Storage of the runs. Recorded beside the learner's state, so that a run never restarts from nothing elsewhere."""
     store: str | None = None
     """The Secret with the object storage's credentials."""
+    identity: ServiceAccount | None = None
+    """The ServiceAccount whose cloud identity reaches the object storage."""
     parked: bool = False
     """Whether no pod is to run: suspended, or ended."""
     attempts: int = 0
@@ -148,6 +162,7 @@ def render(given: Given) -> list[Object]:
                 given.cluster.egress_ports,
                 given.cluster.api_server,
                 given.cluster.engine_metrics_from,
+                {role: metadata_egress(given.identity) for role in given.roles if uses_storage(given.job, role)},
             )
         ]
     for role in given.roles:
@@ -277,6 +292,9 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
     environment = given.job.spec.environment
     if role is Role.TOOLS and environment is not None:
         pods = with_environment(pods, environment, given.cluster)
+    if given.identity is not None and uses_storage(given.job, role):
+        users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
+        pods = with_identity(pods, given.identity, users)
     defaulted = with_pod_defaults(pods, given.cluster.pod_defaults)
     spec: Object = {
         "replicas": 0 if given.parked else replicas(given.job.spec)[role],
@@ -289,6 +307,12 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         spec["volumeClaimTemplates"] = [_claim(given)]
         spec["persistentVolumeClaimRetentionPolicy"] = {"whenDeleted": "Delete", "whenScaled": "Retain"}
     return spec
+
+
+def uses_storage(job: AgentRLJob, role: Role) -> bool:
+    """Whether a program in the pods of a role reads or writes object storage: its own, or `prepare` before it."""
+    read = (address.scheme for address in _addresses(preparation(job, role)))
+    return role in STORAGE_ROLES or any(scheme in OBJECT_SCHEMES for scheme in read)
 
 
 def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:
@@ -316,9 +340,12 @@ def claims_of(job: AgentRLJob, role: Role) -> list[str]:
 
 def claims_in(reads: PrepareSettings) -> list[str]:
     """The claims of pvc:// addresses, sorted."""
+    return sorted({address.netloc for address in _addresses(reads) if address.scheme == "pvc"})
+
+
+def _addresses(reads: PrepareSettings) -> list[ParseResult]:
     addresses = [reads.model, reads.template, *(item.uri for item in reads.data)]
-    parsed = [urlparse(address) for address in addresses if address]
-    return sorted({address.netloc for address in parsed if address.scheme == "pvc"})
+    return [urlparse(address) for address in addresses if address]
 
 
 def _inside(role: Role) -> tuple[Role, ...]:

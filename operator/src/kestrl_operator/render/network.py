@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Network, ip_network
+from types import MappingProxyType
 from typing import Any
 
 from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT, agent_servers
@@ -83,8 +84,17 @@ def policies(
     far_ports: Sequence[int],
     api_server: ApiServer,
     engine_metrics_from: Sequence[Mapping[str, Any]] = (),
+    of_identity: Mapping[Role, Sequence[Object]] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Object]]:
     """A policy that denies everything for all pods of the job, then what each role needs.
+
+    Args:
+        job: Name of the job.
+        spec: Its spec.
+        far_ports: Ports outside of the job that its pods may reach.
+        api_server: The API server's addresses.
+        engine_metrics_from: Peers that may read the engines' own metrics.
+        of_identity: Egress to the metadata services of a cloud identity, by role.
 
     Raises:
         UserInputError: A judge model or a server of tools is at a port that pods of jobs must not reach.
@@ -119,6 +129,7 @@ def policies(
                 "egress": [
                     *_egress(job, role, called, far_ports),
                     *own.get(role, []),
+                    *of_identity.get(role, []),
                     *_ranks(job, role, spec, "to"),
                 ],
             },

@@ -13,6 +13,7 @@ from kestrl._shared.prepare import DataSource, PrepareSettings
 from kestrl._shared.spec.inference import Accelerator
 from kestrl._shared.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl.errors import UserInputError
+from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
 from kestrl_operator.render.pod_defaults import with_pod_defaults
@@ -31,7 +32,7 @@ from kestrl_operator.render.pods import (
 )
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, Cluster, prepared
+from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, Cluster, ServiceAccount, prepared
 from kestrl_operator.state.sft import CONTAINER, SFT_LABEL
 from kestrl_operator.state.snapshot import STORAGE, UID_LABEL
 
@@ -59,6 +60,8 @@ class SFTGiven:
     """Storage of the runs, recorded on the Job: the run stays there even if the administrator's default changes."""
     secret: str | None
     """The Secret with the object storage's credentials."""
+    identity: ServiceAccount | None = None
+    """The ServiceAccount whose cloud identity reaches the object storage."""
 
     @property
     def name(self) -> str:
@@ -100,7 +103,7 @@ def render_sft(given: SFTGiven) -> list[Object]:
             "podSelector": {"matchLabels": {SFT_LABEL: given.name}},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [],
-            "egress": outside(given.cluster.egress_ports),
+            "egress": [*outside(given.cluster.egress_ports), *metadata_egress(given.identity)],
         }
         objects.append(_object(given, "networking.k8s.io/v1", "NetworkPolicy", batch_name(given.name), spec=policy))
     made = _object(given, "batch/v1", "Job", batch_name(given.name), spec=_batch_spec(given, profile))
@@ -177,6 +180,12 @@ def _settings(given: SFTGiven, profile: Profile) -> SFTSettings:
 
 
 def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
+    pods: Object = {
+        "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
+        "spec": _pod(given, profile),
+    }
+    if given.identity is not None:
+        pods = with_identity(pods, given.identity, [CONTAINER])
     stopped = {"operator": "In", "values": list(STOPPED)}
     refused = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_INPUT]}
     return {
@@ -190,13 +199,7 @@ def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
         },
         # No second pod writes into the storage before the first has ended.
         "podReplacementPolicy": "Failed",
-        "template": with_pod_defaults(
-            {
-                "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
-                "spec": _pod(given, profile),
-            },
-            given.cluster.pod_defaults,
-        ),
+        "template": with_pod_defaults(pods, given.cluster.pod_defaults),
     }
 
 

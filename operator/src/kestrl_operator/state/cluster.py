@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import IPv4Network, ip_network
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlparse
 
@@ -12,11 +13,13 @@ from pydantic.alias_generators import to_camel
 from kestrl._shared.plan.agents import AGENT_PORT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import has_rank_pods
+from kestrl._shared.plan.servers import METADATA
 from kestrl._shared.plan.settings.common import DNS, Model
 from kestrl._shared.plan.site import Build, Endpoint, EngineService, Site
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.scalars import Name
 from kestrl._shared.spec.sft import SFTJob
 from kestrl._shared.spec.tools import Network
 from kestrl.errors import UserInputError
@@ -74,6 +77,51 @@ class DefaultStorage(_Values):
     """s3://bucket/prefix, gs://..., az://...; each run gets a folder below it."""
     secret: str | None = None
     """A Secret in the job's namespace whose keys are the credentials' environment variables."""
+    service_account: str | None = None
+    """A ServiceAccount of `Cluster.service_accounts` whose cloud identity reaches it."""
+
+
+class MetadataService(_Values):
+    """A metadata service of nodes that pods may reach, against the rule that none may."""
+
+    cidr: Annotated[Network, Field(max_length=18)]
+    ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65_535)], ...], Field(min_length=1)]
+
+    @field_validator("cidr")
+    @classmethod
+    def _is_one(cls, cidr: str) -> str:
+        block = ip_network(cidr)
+        if not isinstance(block, IPv4Network) or not any(block.subnet_of(IPv4Network(known)) for known in METADATA):
+            raise ValueError(f"{cidr} is not within {', '.join(METADATA)}; other addresses are those of egressPorts")
+        return cidr
+
+
+RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
+"""Prefixes of the labels and annotations by which the operator knows its objects."""
+
+
+def _not_reserved(entries: Mapping[str, str]) -> Mapping[str, str]:
+    for name in entries:
+        if name.startswith(RESERVED_PREFIXES):
+            raise ValueError(f"{name} belongs to the operator; use another prefix")
+    return entries
+
+
+class ServiceAccount(_Values):
+    """A ServiceAccount that jobs may name for its cloud identity."""
+
+    name: Name
+    namespaces: tuple[str, ...] = ()
+    """Namespaces whose jobs may name it; empty for all."""
+    pod_labels: Mapping[str, str] = {}
+    """Labels by which the cloud's webhook knows pods that use it."""
+    metadata_services: tuple[MetadataService, ...] = ()
+    """Metadata services from which such pods get their credentials."""
+
+    @field_validator("pod_labels")
+    @classmethod
+    def _are_not_the_operators(cls, entries: Mapping[str, str]) -> Mapping[str, str]:
+        return _not_reserved(entries)
 
 
 class ApiServer(_Values):
@@ -89,8 +137,6 @@ ContainerName = Literal[
     "engine", "inference", "rollout", "agent", "tools", "environment", "judge", "learner", "prepare"
 ]
 """Containers of a job's pods; those of an SFTJob are `learner` and `prepare`."""
-RESERVED_PREFIXES = ("kestrl.dev/", "app.kubernetes.io/")
-"""Prefixes of the labels and annotations by which the operator knows its objects."""
 
 
 class Variable(_Values):
@@ -127,10 +173,7 @@ class PodDefaults(_Values):
     @field_validator("labels", "annotations")
     @classmethod
     def _are_not_the_operators(cls, entries: Mapping[str, str]) -> Mapping[str, str]:
-        for name in entries:
-            if name.startswith(RESERVED_PREFIXES):
-                raise ValueError(f"{name} belongs to the operator; use another prefix")
-        return entries
+        return _not_reserved(entries)
 
 
 class Cluster(_Values):
@@ -138,6 +181,8 @@ class Cluster(_Values):
 
     images: Images
     storage: DefaultStorage = DefaultStorage()
+    service_accounts: tuple[ServiceAccount, ...] = ()
+    """Those that jobs may name for their cloud identity."""
     pod_defaults: PodDefaults = PodDefaults()
     resources: Mapping[ContainerName, Mapping[str, Any]] = {}
     """Requests and limits of each container, without devices, in place of the defaults; a job's `patches` override
@@ -155,6 +200,13 @@ class Cluster(_Values):
     api_server: ApiServer = ApiServer()
     domain: str = "svc"
     """Domain appended to a Service's name and namespace."""
+
+    @model_validator(mode="after")
+    def _lists_the_default_account(self) -> Self:
+        default = self.storage.service_account
+        if default is not None and default not in {account.name for account in self.service_accounts}:
+            raise ValueError(f"storage.serviceAccount: {default} is not listed in serviceAccounts; add it there")
+        return self
 
     def profile(self, name: str) -> Profile:
         """The accelerator profile of a name.
@@ -234,7 +286,9 @@ def storage_of(job: AgentRLJob | SFTJob, cluster: Cluster) -> tuple[str, str | N
     """
     own = job.spec.storage
     uri = own.uri or cluster.storage.uri
-    secret = own.secret_ref.name if own.secret_ref else None if own.uri else cluster.storage.secret
+    # A key of the cluster's Secret would be taken in place of the identity that the job names.
+    is_own = own.uri or own.service_account
+    secret = own.secret_ref.name if own.secret_ref else None if is_own else cluster.storage.secret
     if uri is None:
         raise UserInputError(
             "spec.storage.uri: is required, since this cluster has no default (the chart's jobs.storage.uri); name "
@@ -245,6 +299,27 @@ def storage_of(job: AgentRLJob | SFTJob, cluster: Cluster) -> tuple[str, str | N
             f"spec.storage.uri: {uri!r} is a place on one machine; on a cluster name s3://..., gs://... or az://..."
         )
     return uri, secret
+
+
+def identity_of(job: AgentRLJob | SFTJob, namespace: str, cluster: Cluster) -> ServiceAccount | None:
+    """The ServiceAccount by whose cloud identity a job reaches its storage; None if it has none.
+
+    Raises:
+        UserInputError: The administrator does not list it for jobs of this namespace.
+    """
+    own = job.spec.storage
+    name = own.service_account or (None if own.uri or own.secret_ref else cluster.storage.service_account)
+    if name is None:
+        return None
+    listed = [each for each in cluster.service_accounts if not each.namespaces or namespace in each.namespaces]
+    for account in listed:
+        if account.name == name:
+            return account
+    allowed = ", ".join(account.name for account in listed) or "none"
+    raise UserInputError(
+        f"spec.storage.serviceAccount: {name!r} is not one that jobs of namespace {namespace} may name; there are: "
+        f"{allowed}. Name one of them, or have the administrator add it to the chart's jobs.serviceAccounts"
+    )
 
 
 def site_of(

@@ -31,6 +31,7 @@ from kestrl._shared.spec.scalars import (
     ImportPath,
     JobName,
     JsonObject,
+    Name,
 )
 from kestrl._shared.spec.secrets import SecretRef
 from kestrl._shared.spec.tools import Tool
@@ -214,6 +215,9 @@ class Storage(Model):
     run."""
     secret_ref: SecretRef | None = None
     """Secret in the job's namespace whose entries have names of environment variables, such as AWS_ACCESS_KEY_ID."""
+    service_account: Name | None = None
+    """ServiceAccount in the job's namespace whose cloud identity (IRSA, Workload Identity) reaches the storage; the
+    administrator lists those that jobs may name. On one machine it is ignored: credentials are those of the user."""
     retry_timeout: DurationOrZero = 600.0
     """Maximum time that the learner waits for storage that does not answer (refused connections, 5xx), or denies access
     that it has allowed before. Other refusals are not retried."""

@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels engine-run engine-versions unit room inspect-check servers engine kit cluster-up cluster-down images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels release engine-run engine-versions unit room inspect-check servers engine kit cluster-up cluster-down images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ distributions: $(STAMP)
 ## make wheels           build the wheel of each distribution into dist/
 wheels: $(UV)
 	$(UV) build --all-packages --wheel --quiet --out-dir dist
+
+## make release          build a release's wheels, sdists, chart and SBOM into dist/; nothing is pushed. DRY_RUN=1 for any tree
+release: $(STAMP)
+	$(BIN)/python scripts/release.py $(if $(DRY_RUN),--dry-run)
 
 ## make inspect-check    run inspect_ai's conformance checks for sandboxes, in an environment of their own
 inspect-check: $(UV)

@@ -1,5 +1,5 @@
-"""Every distribution, built as a wheel and installed alone with what the lock gives it, starts in an environment of its
-own."""
+"""Every distribution, as a release has it (a wheel built from its sdist), installed alone with what the lock gives it,
+starts in an environment of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheels")
-    run(UV, "build", "--all-packages", "--wheel", "--quiet", "--out-dir", folder)
+    run(sys.executable, ROOT / "scripts" / "release.py", "--distributions", "--out", folder)
     return folder
 
 

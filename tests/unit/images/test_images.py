@@ -172,3 +172,47 @@ def test_the_build_script_names_the_images_it_knows() -> None:
     assert "there is no image nope" in ended.stderr
     (cpu,) = re.findall(r"^CPU=\((.*)\)$", script.read_text(), re.MULTILINE)
     assert set(cpu.split()) == {*LIGHT, "learner-cpu", "engine-cpu"}
+
+
+FAKE_BUILDERS = {
+    "docker": '#!/bin/sh\n[ "$1" != build ] || echo "$@" >>"$BUILT"\n',
+    "skopeo": """#!/bin/sh
+for last; do :; done
+case $last in *gone*) echo none ;; *) echo sha256:$(echo "$last" | wc -c) ;; esac
+""",
+}
+
+
+def built(folder: Path, *names: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Images built by programs that only note how they were called."""
+    for name, text in FAKE_BUILDERS.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "BUILT": str(folder / "built"), **variables}
+    command = [str(ROOT / "scripts" / "build_images"), *names]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30)
+
+
+def test_pinned_images_are_built_on_the_digest_of_their_tag(tmp_path: Path) -> None:
+    names = ("operator", "engine-npu", "engine-npu-a3", "learner-npu-a3")
+    done = built(tmp_path, *names, PIN="1")
+    assert done.returncode == 0, done.stderr
+    bases = re.findall(r"BASE=(\S+)@sha256:\d+ ", (tmp_path / "built").read_text())
+    assert bases == [
+        "docker.io/library/python",
+        "quay.io/ascend/vllm-ascend",
+        "quay.io/ascend/vllm-ascend",
+        "quay.io/ascend/cann",
+    ]
+    tags = ("v0.23.0", "v0.23.0-a3", "9.1.0-a3-ubuntu22.04-py3.11")
+    lengths = [len(f"docker://{base}:{tag}\n") for base, tag in zip(bases[1:], tags, strict=True)]
+    assert [int(number) for number in re.findall(r"@sha256:(\d+)\n", done.stdout)][1:] == lengths, "each chip's own tag"
+
+
+def test_an_image_is_not_built_on_a_base_without_a_digest(tmp_path: Path) -> None:
+    done = built(tmp_path, "operator", PIN="1", BASE="registry.example/gone:1")
+    assert done.returncode == 1
+    assert "registry.example/gone:1 has no digest: none" in done.stderr
+    assert not (tmp_path / "built").exists()
+    assert built(tmp_path, "operator", PIN="1", BASE="r.example/python@sha256:1").returncode == 0
+    assert "BASE=r.example/python@sha256:1 " in (tmp_path / "built").read_text(), "a digest of one's own stays"

@@ -559,6 +559,7 @@ OTHERS: dict[str, Any] = {
     "jobs.images.pullSecrets": ["s"],
     "jobs.storage.uri": "s3://b",
     "jobs.storage.secret": "s",
+    "jobs.serviceAccounts": [{"name": "s"}],
     "jobs.resources": {"learner": {"limits": {"memory": "1Gi"}}},
     "jobs.accelerators": {"mine": {"image": "cpu"}},
     "jobs.learnerState.storageClass": "fast",

@@ -52,7 +52,8 @@ def test_a_dry_run_builds_every_file_with_its_digest(tmp_path: Path, helm: str) 
     archives = {f"{name}-0.1.0{kind}" for name in names for kind in ("-py3-none-any.whl", ".tar.gz")}
     listed = {"SHA256SUMS", "kestrl-0.1.0.tgz", "kestrl-0.1.0.cdx.json", *archives}
     assert set(done.stdout.split()) == {path.name for path in out.iterdir()} == listed
-    digests = dict(reversed(line.split()) for line in (out / "SHA256SUMS").read_text().splitlines())
+    sums = (line.split() for line in (out / "SHA256SUMS").read_text().splitlines())
+    digests = {name: digest for digest, name in sums}
     assert digests.keys() == listed - {"SHA256SUMS"}
     assert {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in digests} == digests
     parts = json.loads((out / "kestrl-0.1.0.cdx.json").read_text())

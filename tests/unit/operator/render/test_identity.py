@@ -11,9 +11,9 @@ from tests.unit.operator.rendering import VALUES, of_kind, rendered
 from tests.unit.operator.samples import NAMESPACE, job
 from tests.unit.operator.sft_samples import sft_rendered
 
+from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
-from kestrl_operator.render.network import METADATA
 from kestrl_operator.state.cluster import ServiceAccount, identity_of, read_cluster, storage_of
 from kestrl_operator.state.store import Key
 
@@ -156,6 +156,9 @@ def test_the_cluster_s_default_is_for_jobs_that_take_the_default_storage() -> No
     assert storage_of(job(NAMED), cluster) == ("s3://bucket/runs", None), "keys would be taken in place of it"
 
 
+NO_PORTS: dict[str, Any] = {"cidr": "169.254.169.254/32", "ports": []}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -165,7 +168,7 @@ def test_the_cluster_s_default_is_for_jobs_that_take_the_default_storage() -> No
             {"serviceAccounts": [{**AMAZON, "metadataServices": [{"cidr": "10.0.0.0/8", "ports": [80]}]}]},
             f"10.0.0.0/8 is not within {METADATA[0]}",
         ),
-        ({"serviceAccounts": [{**AMAZON, "metadataServices": [{"cidr": "169.254.169.254/32", "ports": []}]}]}, "ports"),
+        ({"serviceAccounts": [{**AMAZON, "metadataServices": [NO_PORTS]}]}, "ports"),
     ],
 )
 def test_values_that_open_more_are_refused(changed: dict[str, Any], message: str) -> None:

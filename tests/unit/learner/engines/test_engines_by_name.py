@@ -69,6 +69,12 @@ class Agent(istubs.EngineAgentServiceServicer):
     async def GetEngine(self, request: Any, context: Any) -> ipb.GetEngineResponse:
         return ipb.GetEngineResponse(name=self.name, url=self.url)
 
+    async def LoadPolicy(self, request: Any, context: Any) -> ipb.LoadPolicyResponse:
+        raise AssertionError("it is asked for its engine alone")
+
+    async def RetirePolicy(self, request: Any, context: Any) -> ipb.RetirePolicyResponse:
+        raise AssertionError("it is asked for its engine alone")
+
 
 def serving(name: str, url: str) -> Any:
     return served("inference", lambda server: istubs.add_EngineAgentServiceServicer_to_server(Agent(name, url), server))

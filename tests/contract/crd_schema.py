@@ -11,7 +11,9 @@ Fields = Mapping[str, Mapping[str, Any]]
 UPPER = ("maximum", "maxLength", "maxItems", "maxProperties")
 LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 SAME = ("type", "format", "pattern", "default", "x-kubernetes-list-type", "x-kubernetes-list-map-keys")
-"""Constraints of which no change is known to be harmless."""
+"""Constraints of which no change is known to be harmless, but for the removal of those of `LIFTED`."""
+LIFTED = ("type", "pattern")
+"""Without them a field takes what it took before, and more."""
 
 
 def fields_of(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -43,7 +45,7 @@ def narrowed(before: Fields, after: Fields) -> list[str]:
 
 def _narrowed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for key in SAME:
-        if old.get(key) != new.get(key) and not (key == "pattern" and key not in new):
+        if old.get(key) != new.get(key) and not (key in LIFTED and key not in new):
             yield f"{key} was {old.get(key)!r}, is {new.get(key)!r}"
     for key in UPPER:
         if key in new and new[key] < old.get(key, float("inf")):

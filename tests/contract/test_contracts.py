@@ -102,6 +102,7 @@ INTEGER, WORDS = {"type": "integer"}, {"type": "array", "items": {"type": "strin
         ({}, {"enum": ["a"]}, ["spec.x: only a are allowed now"]),
         ({"pattern": "^a$"}, {"pattern": "^b$"}, ["spec.x: pattern was '^a$', is '^b$'"]),
         ({"pattern": "^a$"}, {}, []),
+        ({"type": "integer"}, {}, []),
         ({}, {"required": ["y"]}, ["spec.x: y is required now"]),
         ({"required": ["y"]}, {}, []),
         ({}, {"x-kubernetes-validations": [{"rule": "self > 1"}]}, ["spec.x: has the new rule self > 1"]),

@@ -13,10 +13,11 @@ from kubernetes.aio.client.exceptions import ApiException
 from kestrl.errors import KestrlError, UserInputError
 from kestrl_operator.apiserver.connection import connect
 from kestrl_operator.apiserver.kinds import JOB, Kind, kind_of, resource
+from kestrl_operator.state.snapshot import MANAGER
 
 Object = dict[str, Any]
-MANAGER = "kestrl-operator"
-"""The field manager of everything that is applied."""
+SCALER = f"{MANAGER}-scale"
+"""The field manager of numbers of replicas that others may change."""
 REQUEST_SECONDS = 30.0
 PAGE = 500
 SHOWN_CHARACTERS = 300
@@ -143,14 +144,36 @@ class Api:
         }
         return await self._apply(kind, resource(kind).status, wanted, force=True)
 
+    async def scale(self, kind: Kind, namespace: str, name: str, replicas: int) -> Object:
+        """Sets the number of replicas of a workload as field manager `kestrl-operator-scale`, which others may take it
+        from; returns the workload.
+
+        Raises:
+            Gone: There is no such workload.
+        """
+        wanted = {
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"replicas": replicas},
+        }
+        return await self._apply(kind, resource(kind), wanted, force=True, manager=SCALER)
+
     async def _apply(
-        self, kind: Kind, into: Any, wanted: Mapping[str, Any], *, force: bool, dry_run: str | None = None
+        self,
+        kind: Kind,
+        into: Any,
+        wanted: Mapping[str, Any],
+        *,
+        force: bool,
+        dry_run: str | None = None,
+        manager: str = MANAGER,
     ) -> Object:
         client, metadata = await self._connected(), wanted["metadata"]
         call = client.server_side_apply(
             into,
             wanted,
-            field_manager=MANAGER,
+            field_manager=manager,
             force_conflicts="true" if force else "false",
             dry_run=dry_run,
             **UNREAD,

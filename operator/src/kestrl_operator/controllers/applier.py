@@ -12,8 +12,10 @@ from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
 from kestrl_operator.controllers.claims import CLAIMED, Foreign, claim
 from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
+from kestrl_operator.controllers.engine_scale import EngineScale
 from kestrl_operator.controllers.job_state import JobState, Refusal
 from kestrl_operator.controllers.manifests import traceparent
+from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import RENDERED, Snapshot
 from kestrl_operator.state.store import WORKLOADS, Child, Store
 from kestrl_operator.status.lifecycle import Decision
@@ -35,8 +37,9 @@ REFUSALS_SHOWN = 3
 class Applier:
     """Server-side apply of rendered objects."""
 
-    def __init__(self, api: Api, store: Store) -> None:
+    def __init__(self, api: Api, store: Store, events: Events) -> None:
         self._api, self._store = api, store
+        self.engines = EngineScale(api, store, events)
 
     async def refuses(self, state: JobState, snapshot: Snapshot, due: Due) -> bool:
         """Whether the API server refuses newly rendered objects, which is recorded. All objects rendered from the spec
@@ -67,6 +70,8 @@ class Applier:
         inert = [item for item in needed if item["kind"] not in WORKLOADS]
         with traced(traceparent(snapshot.uid)), span(SpanName.RECONCILE, facts):
             refused = await self._try_all(inert, due)
+            if snapshot.job is not None and not decision.parked:
+                await self.engines.hand_over(state.key, snapshot.job.spec.inference.replicas)
             if due.begun or not refused:  # otherwise the first pods would miss an object
                 refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
                 if refused:

@@ -36,7 +36,8 @@ class MissingPods:
             ApiProblem: The API server does not list the events.
         """
         running = snapshot.job is not None and any(item.replicas for item in snapshot.workloads.values())
-        if snapshot.job is None or not running or len(snapshot.staying) >= sum(replicas(snapshot.job.spec).values()):
+        wanted = 0 if snapshot.job is None else sum(replicas(snapshot.job.spec, snapshot.workloads).values())
+        if not running or len(snapshot.staying) >= wanted:
             state.shortage = None
             return None
         shortage = state.shortage or Shortage(snapshot.now, snapshot.now, "")

@@ -68,7 +68,7 @@ class Reconciler:
         self._key, self._work_record = key, work_record
         self._manifests = Manifests(cluster, key)
         self._observer = Observer(store, self._manifests)
-        self._missing_pods, self._applier = MissingPods(api), Applier(api, store)
+        self._missing_pods, self._applier = MissingPods(api), Applier(api, store, events)
         self._statuses = StatusWriter(api, store, events)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -171,7 +171,9 @@ class Reconciler:
             return None
         if decision.parked:
             await self._park(state.key)
-        elif snapshot.job is not None and not has_rank_pods(snapshot.job.spec):
+        else:
+            await self._applier.engines.keep_within(state.key, snapshot)
+        if not decision.parked and snapshot.job is not None and not has_rank_pods(snapshot.job.spec):
             await self._release_ranks(state.key)
         for name, uid in decision.remove:
             await self._api.delete(POD, state.key.namespace, name, uid=uid)

@@ -39,6 +39,7 @@ from kestrl_operator.state.cluster import (
     PACKAGES,
     Cluster,
     ServiceAccount,
+    engines_moved,
     prepared,
     replicas,
     runtime_class_of,
@@ -244,7 +245,7 @@ def _queued(given: Given) -> dict[str, str]:
 
 def _of_role(given: Given, role: Role) -> Iterator[Object]:
     name = workload(given.name, role)
-    several = replicas(given.job.spec)[role] > 1
+    several = replicas(given.job.spec, {})[role] > 1
     yield _object(given, "v1", "Service", name, spec=network.service(given.name, role, sticky=several))
     # For a role with one pod, a budget would block a node's drain forever, or have no effect.
     if role in {Role.INFERENCE, Role.ROLLOUT, Role.AGENT} or (role is Role.TOOLS and several):
@@ -297,7 +298,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         pods = with_identity(pods, given.identity, users)
     defaulted = with_pod_defaults(pods, given.cluster.pod_defaults)
     spec: Object = {
-        "replicas": 0 if given.parked else replicas(given.job.spec)[role],
+        **_replicas(given, role),
         "selector": {"matchLabels": selector},
         "template": within_limits(patched(defaulted, _patches(given.job, role))),
     }
@@ -313,6 +314,14 @@ def uses_storage(job: AgentRLJob, role: Role) -> bool:
     """Whether a program in the pods of a role reads or writes object storage: its own, or `prepare` before it."""
     read = (address.scheme for address in _addresses(preparation(job, role)))
     return role in STORAGE_ROLES or any(scheme in OBJECT_SCHEMES for scheme in read)
+
+
+def _replicas(given: Given, role: Role) -> Object:
+    """The number of a role's pods; nothing where others move it."""
+    if given.parked:
+        return {"replicas": 0}
+    moved = role is Role.INFERENCE and engines_moved(given.job.spec)
+    return {} if moved else {"replicas": replicas(given.job.spec, {})[role]}
 
 
 def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:

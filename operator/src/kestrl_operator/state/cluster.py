@@ -24,6 +24,7 @@ from kestrl._shared.spec.sft import SFTJob
 from kestrl._shared.spec.tools import Network
 from kestrl.errors import UserInputError
 from kestrl_operator.state.accelerators import Profile, profiles
+from kestrl_operator.state.snapshot import Workload
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT, RANKS_PORT = 7000, 8000, 9464, 7100
 SHARED_SCHEMES = frozenset({"s3", "gs", "az"})
@@ -235,14 +236,26 @@ def read_cluster(values: Mapping[str, Any]) -> Cluster:
     return cluster
 
 
-def replicas(spec: JobSpec) -> Mapping[Role, int]:
-    """Pods of a running job by role. Engines run in the pods of their agents."""
+def engines_moved(spec: JobSpec) -> bool:
+    """Whether others than the operator say how many engines a job has, within its range."""
+    return not spec.inference.replicas.fixed
+
+
+def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role, int]:
+    """Pods of a running job by role. Engines run in the pods of their agents.
+
+    Args:
+        spec: The job.
+        workloads: Those that exist: with a range of engines the number is theirs.
+    """
+    engines = workloads.get(Role.INFERENCE)
+    number = spec.inference.replicas.nearest(0 if engines is None else engines.replicas)
     single = dict.fromkeys((Role.JUDGE, Role.LEARNER), 1)
     tools = {Role.TOOLS: 1 if spec.environment is None else spec.environment.replicas}
     ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
     agent = {} if spec.agent.image is None else {Role.AGENT: spec.agent.replicas}
     return {
-        Role.INFERENCE: spec.inference.replicas,
+        Role.INFERENCE: number,
         Role.ROLLOUT: spec.rollout.replicas,
         **single,
         **tools,

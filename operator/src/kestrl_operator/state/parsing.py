@@ -10,6 +10,7 @@ from kestrl._shared.plan.components import Role
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.snapshot import (
     ATTEMPTS,
+    MANAGER,
     OUT_OF_MEMORY,
     RESTARTS,
     UID_LABEL,
@@ -149,10 +150,16 @@ def workload_of(given: Object) -> Workload | None:
     return Workload(
         role=Role(role),
         replicas=given.get("spec", {}).get("replicas", 1),
+        applied_replicas=any(map(_applies_replicas, metadata.get("managedFields", ()))),
         annotations={
             name: text for name, text in metadata.get("annotations", {}).items() if name.startswith("kestrl.dev/")
         },
     )
+
+
+def _applies_replicas(entry: Object) -> bool:
+    applied = entry.get("operation") == "Apply" and entry.get("manager") == MANAGER
+    return applied and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
 
 
 def node_of(given: Object) -> Node:

@@ -16,6 +16,8 @@ from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
 
 Object = Mapping[str, Any]
+MANAGER = "kestrl-operator"
+"""The field manager of everything that is applied."""
 ATTEMPTS, RESTARTS, FORGIVEN, RENDERED, ACCEPTED, STORAGE, STATE = (
     f"kestrl.dev/{name}"
     for name in ("attempts", "restarts", "forgiven", "rendered", "accepted", "storage", "learner-state")
@@ -107,6 +109,9 @@ class Workload:
     role: Role
     replicas: int
     annotations: Mapping[str, str]
+    applied_replicas: bool = False
+    """Whether the operator has applied the number, so that it falls back to Kubernetes' default where it applies none
+    any more."""
 
     def count(self, annotation: str) -> int:
         return count_of(self.annotations.get(annotation, ""))

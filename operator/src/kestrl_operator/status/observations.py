@@ -188,7 +188,7 @@ def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterat
 
 
 def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
-    wanted = replicas(spec)
+    wanted = replicas(spec, snapshot.workloads)
     placed = {role: len([pod for pod in snapshot.of(role) if pod.scheduled]) for role in wanted}
     if all(placed[role] >= number for role, number in wanted.items()):
         return _true(Type.SCHEDULED, "PodsScheduled")
@@ -207,7 +207,7 @@ def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
 
 
 def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
-    pods, wanted = snapshot.of(Role.INFERENCE), spec.inference.replicas
+    pods, wanted = snapshot.of(Role.INFERENCE), replicas(spec, snapshot.workloads)[Role.INFERENCE]
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
@@ -232,7 +232,12 @@ def _unresponsive_engine(live: LearnerReport | None) -> str:
 def verified_by_all(snapshot: Snapshot, spec: JobSpec) -> bool:
     """Whether every engine that the job needs has verified the newest version."""
     live = snapshot.live_report
-    return live is not None and live.verified >= max(live.state.engines.total, spec.inference.replicas)
+    return live is not None and live.verified >= _engines(snapshot, spec, live)
+
+
+def _engines(snapshot: Snapshot, spec: JobSpec, live: LearnerReport) -> int:
+    """Engines that the job needs, and those that the learner still has beyond them."""
+    return max(live.state.engines.total, replicas(spec, snapshot.workloads)[Role.INFERENCE])
 
 
 def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
@@ -242,7 +247,7 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
     if live.over:
         return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and no longer reports engines")
     newest = live.policy.name if live.policy else "no version yet"
-    total = max(live.state.engines.total, spec.inference.replicas)
+    total = _engines(snapshot, spec, live)
     verified = f"{live.verified}/{total} engines have verified {newest}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
@@ -307,7 +312,7 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
 def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
     """What is observed while pods of ranks are missing; None if all are ready, or the job has none."""
     pods = snapshot.of(Role.RANKS)
-    wanted = 0 if snapshot.job is None else replicas(snapshot.job.spec).get(Role.RANKS, 0)
+    wanted = 0 if snapshot.job is None else replicas(snapshot.job.spec, snapshot.workloads).get(Role.RANKS, 0)
     ready = len([pod for pod in pods if pod.ready])
     if ready >= wanted:
         return None

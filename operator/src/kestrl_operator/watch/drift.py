@@ -8,7 +8,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from kestrl_operator.apiserver.client import MANAGER
+from kestrl_operator.apiserver.client import SCALER
+from kestrl_operator.state.snapshot import MANAGER
 
 REMEMBERED = 10_000
 
@@ -39,7 +40,7 @@ def changed_by_another(given: Mapping[str, Any]) -> str:
     foreign = sorted(
         f"{entry.get('manager')}/{entry.get('subresource', '')}/{entry.get('time', '')}"
         for entry in metadata.get("managedFields", ())
-        if entry.get("manager") != MANAGER
+        if entry.get("manager") not in {MANAGER, SCALER}
         and entry.get("subresource") != "status"
         and "f:spec" in entry.get("fieldsV1", {})
     )

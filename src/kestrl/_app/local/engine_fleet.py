@@ -27,6 +27,7 @@ from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import Site
 from kestrl._shared.rpc import call, channel
 from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.inference import MOST_ENGINES
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.errors import KestrlError, UserInputError
@@ -34,7 +35,6 @@ from kestrl.errors import KestrlError, UserInputError
 log = logging.getLogger(__name__)
 REQUEST = "scale.json"
 """File of a run's folder with the number of engines that is asked for."""
-MOST_ENGINES = 256
 LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 5.0
 """Seconds in which learner and workers have certainly heard that an engine leaves."""
@@ -54,17 +54,22 @@ def check_scale(job: AgentRLJob, engines: int) -> None:
     Raises:
         UserInputError: It cannot.
     """
-    inference = job.spec.inference
+    inference, replicas = job.spec.inference, job.spec.inference.replicas
+    if not replicas.fixed and replicas.nearest(engines) != engines:
+        raise UserInputError(
+            f"engines={engines}: spec.inference.replicas allows {replicas.min} to {replicas.max}; name one of these, "
+            "or change the range and run the job again, which resumes it"
+        )
     if not 1 <= engines <= MOST_ENGINES:
         raise UserInputError(f"engines={engines}: is not between 1 and {MOST_ENGINES}")
-    if inference.accelerator.profile in VISIBLE and engines > inference.replicas:
+    if inference.accelerator.profile in VISIBLE and engines > replicas.min:
         raise UserInputError(
             f"engines={engines}: devices are assigned when a run starts, and this one has those of "
-            f"{inference.replicas} engines; raise spec.inference.replicas and run the job again, which resumes it"
+            f"{replicas.min} engines; raise spec.inference.replicas and run the job again, which resumes it"
         )
-    if uses_own_engines(job.spec) and engines < inference.replicas:
+    if uses_own_engines(job.spec) and engines < replicas.min:
         raise UserInputError(
-            f"engines={engines}: the judge of this job asks the {inference.replicas} engines that it started with; "
+            f"engines={engines}: the judge of this job asks the {replicas.min} engines that it started with; "
             "name an endpoint of its own in spec.rewards, or keep them"
         )
 
@@ -94,7 +99,7 @@ class EngineFleet:
     ) -> None:
         self._job, self._site, self._ports = job, site, ports
         self._request, self._supervisor, self._token, self._say = folder / REQUEST, supervisor, token, say
-        self._present = list(range(job.spec.inference.replicas))
+        self._present = list(range(job.spec.inference.replicas.min))
         self._held = ExitStack()
 
     async def run(self) -> None:

@@ -49,8 +49,8 @@ def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
     """Every replica in a fixed order."""
     spec = job.spec
     counts = {
-        Role.ENGINE: spec.inference.replicas,
-        Role.INFERENCE: spec.inference.replicas,
+        Role.ENGINE: spec.inference.replicas.min,
+        Role.INFERENCE: spec.inference.replicas.min,
         Role.TOOLS: 1,
         Role.JUDGE: 1,
         Role.ROLLOUT: spec.rollout.replicas,

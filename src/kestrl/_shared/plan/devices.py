@@ -43,7 +43,7 @@ def device_needs(spec: JobSpec) -> Iterator[Need]:
     """The needs of a job on one machine, engines first. Nothing for profile cpu."""
     engines, learner = spec.inference.accelerator, spec.learner.accelerator
     if engines.profile in VISIBLE:
-        for index in range(spec.inference.replicas):
+        for index in range(spec.inference.replicas.min):
             yield Need(component=f"engine-{index}", profile=engines.profile, count=engines.count)
     if learner.profile in VISIBLE:
         yield Need(component=LEARNER, profile=learner.profile, count=learner.count * spec.learner.replicas)

@@ -44,14 +44,14 @@ def engine_places(spec: JobSpec, site: Site) -> dict[str, object]:
         return {"engine_agents": site.engine_service.agents}
     if site.engines_file is not None:
         return {"engines_file": site.engines_file}
-    return {"engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas))}
+    return {"engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas.min))}
 
 
 def engine_servers(spec: JobSpec, site: Site) -> tuple[str, ...]:
     """Where the judge finds the engines: a name, or one after the other."""
     if site.engine_service is not None:
         return (site.engine_service.engines,)
-    return tuple(engine_url(site, index) for index in range(spec.inference.replicas))
+    return tuple(engine_url(site, index) for index in range(spec.inference.replicas.min))
 
 
 def engine_component(

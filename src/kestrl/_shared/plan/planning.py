@@ -47,7 +47,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
     templates.
     """
     spec = job.spec
-    engines, workers = (1, 1) if site.templates else (spec.inference.replicas, spec.rollout.replicas)
+    engines, workers = (1, 1) if site.templates else (spec.inference.replicas.min, spec.rollout.replicas)
     components = (
         *(engine_component(job, site, index) for index in range(engines)),
         *(agent_component(job, site, index) for index in range(engines)),

@@ -217,9 +217,15 @@ def _union(node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) ->
     """Converts `X | None` to an optional X; other unions have no structural schema."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
     outer = {name: node[name] for name in ("description",) if name in node}
-    made = _convert(kinds[0], context, path) if len(kinds) == 1 else {"x-kubernetes-preserve-unknown-fields": True}
+    made = _convert(kinds[0], context, path) if len(kinds) == 1 else _any_of(kinds)
     default = _default(node, made, path)
     return {**made, **outer, **({} if default is None else {"default": default})}
+
+
+def _any_of(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Any value, with the bounds of the number that it may be."""
+    bounds = {name: kind[name] for kind in kinds for name in ("minimum", "maximum") if name in kind}
+    return {"x-kubernetes-preserve-unknown-fields": True, **bounds}
 
 
 def _default(node: Mapping[str, Any], made: Mapping[str, Any], path: tuple[str, ...]) -> Any:

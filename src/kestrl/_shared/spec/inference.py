@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer
 
 from kestrl._shared.spec.model import LARGEST_CONTEXT, Model
 from kestrl._shared.spec.scalars import Name
@@ -28,6 +29,65 @@ class Accelerator(Model):
     """Devices per replica."""
 
 
+MOST_ENGINES = 256
+
+
+class ReplicaRange(Model):
+    """Bounds of a number of replicas that others move: `kubectl scale`, an autoscaler, `kestrl scale`."""
+
+    min: Annotated[int, Field(ge=1, le=MOST_ENGINES)]
+    """Number at the start."""
+    max: Annotated[int, Field(ge=1, le=MOST_ENGINES)]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is one number alone, which the manifest sets."""
+        return self.min == self.max
+
+    def nearest(self, number: int) -> int:
+        """The number of the range that is nearest to another."""
+        return min(max(number, self.min), self.max)
+
+    @model_serializer
+    def _serialized(self) -> int | dict[str, int]:
+        return self.min if self.fixed else {"min": self.min, "max": self.max}
+
+
+def _as_range(given: object) -> object:
+    """A number as a range of itself.
+
+    Raises:
+        ValueError: It is neither a number of engines nor a range.
+    """
+    if isinstance(given, Mapping | ReplicaRange):
+        return cast("object", given)
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MOST_ENGINES:
+        raise ValueError(f"must be a number from 1 to {MOST_ENGINES}, or a range such as {{min: 1, max: 4}}")
+    return {"min": given, "max": given}
+
+
+def _in_order(given: ReplicaRange) -> ReplicaRange:
+    if given.max < given.min:
+        raise ValueError(f"max ({given.max}) is below min ({given.min}); raise it")
+    return given
+
+
+_BOUND: Mapping[str, Any] = {"type": "integer", "minimum": 1, "maximum": MOST_ENGINES}
+_RANGE: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"min": _BOUND, "max": _BOUND},
+    "required": ["min", "max"],
+    "additionalProperties": False,
+}
+Replicas = Annotated[
+    ReplicaRange,
+    BeforeValidator(_as_range),
+    AfterValidator(_in_order),
+    WithJsonSchema({"anyOf": [_BOUND, _RANGE]}),
+]
+"""A number, or `{min, max}`."""
+
+
 class Inference(Model):
     """The inference engines."""
 
@@ -39,8 +99,8 @@ class Inference(Model):
     image `python`."""
     version: Annotated[str, Field(pattern=VERSION, max_length=64)] | None = None
     """Version that the engine must have: "0.32" stands for each of its patch releases. Default: any."""
-    replicas: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of engines, each with the whole model."""
+    replicas: Replicas = ReplicaRange(min=1, max=1)
+    """Number of engines, or `{min, max}` in which others scale it."""
     accelerator: Accelerator = Accelerator()
     context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
     """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""

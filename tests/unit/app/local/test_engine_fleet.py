@@ -16,6 +16,7 @@ from tests.fakes.ports import free_port
 from kestrl._app.local import engine_fleet
 from kestrl._app.local.engine_fleet import EngineFleet, ScaleRequest, check_scale
 from kestrl._app.local.processes import Launcher
+from kestrl._app.local.site import replicas
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
@@ -30,7 +31,7 @@ from kestrl.errors import UserInputError
 SLEEPER = "import time; time.sleep(600)"
 
 
-def job(replicas: int = 1, **spec: Any) -> AgentRLJob:
+def job(replicas: Any = 1, **spec: Any) -> AgentRLJob:
     return parse_job(
         {
             "apiVersion": "kestrl.dev/v1alpha1",
@@ -172,3 +173,17 @@ def test_devices_and_judges_bound_the_number_of_engines() -> None:
     check_scale(on_cards, 1)
     with pytest.raises(UserInputError, match=r"raise spec\.inference\.replicas"):
         check_scale(on_cards, 3)
+
+
+def test_a_range_bounds_the_number_of_engines() -> None:
+    ranged = job({"min": 2, "max": 4})
+    for number in (2, 3, 4):
+        check_scale(ranged, number)
+    for number in (1, 5):
+        with pytest.raises(UserInputError) as caught:
+            check_scale(ranged, number)
+        assert str(caught.value) == (
+            f"engines={number}: spec.inference.replicas allows 2 to 4; name one of these, or change the range and run "
+            "the job again, which resumes it"
+        )
+    assert [index for role, index in replicas(ranged) if role is Role.ENGINE] == [0, 1], "a run starts with the least"

@@ -139,6 +139,17 @@ def test_another_attempt_rolls_the_learner_and_another_start_all_pods(
     } == rolled
 
 
+def test_with_a_range_of_engines_their_number_is_not_applied() -> None:
+    fixed, moved = rendered("inference.replicas=2"), rendered("inference.replicas={min: 2, max: 5}")
+    for objects in (fixed, moved):
+        del objects[-1]["metadata"]["annotations"]["kestrl.dev/rendered"]
+    assert "replicas" not in workloads(moved)["email-search-inference"]["spec"]
+    assert workloads(fixed)["email-search-inference"]["spec"].pop("replicas") == 2
+    assert moved == fixed
+    parked = workloads(rendered("inference.replicas={min: 2, max: 5}", parked=True))
+    assert {item["spec"]["replicas"] for item in parked.values()} == {0}
+
+
 def test_pods_wait_in_the_jobs_queue() -> None:
     for item in workloads(rendered(queue="gpus")).values():
         assert item["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"

@@ -14,6 +14,7 @@ from pathlib import Path
 from kestrl._app.local.processes import Launcher, Running, last_error
 from kestrl._app.local.runner_record import ComponentRecord
 from kestrl._shared import engine_failure
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.plan.components import Component, Role
 from kestrl.errors import KestrlError, UserInputError
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 5
 """Maximum consecutive restarts; the count is reset after `STEADY_SECONDS` of running."""
 STEADY_SECONDS = 120.0
-FIRST_BACKOFF = 1.0
-LONGEST_BACKOFF = 30.0
+BACKOFF = Backoff(1.0, 30.0)
+"""Pauses before consecutive restarts."""
 
 
 @dataclass(slots=True)
@@ -58,11 +59,6 @@ class ComponentFailed(KestrlError):
     """A component failed permanently."""
 
     code = "component_failed"
-
-
-def backoff(restarts_in_row: int) -> float:
-    """Seconds before the next start: 1, 2, 4 ... 30."""
-    return min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** max(0, restarts_in_row - 1))
 
 
 def was_killed(status: int) -> bool:
@@ -179,7 +175,7 @@ class Supervisor:
             seen.restarts += 1
             self._changed()
             log.warning("%s ended with status %s, restarting it", seen.component.name, status)
-            await asyncio.sleep(backoff(in_row))
+            await asyncio.sleep(BACKOFF.pause(in_row))
 
     def _cannot_start(self, seen: Observed) -> ComponentFailed | None:
         """Sets the root cause as last error; returns the failure if no further start of the engine would help."""

@@ -15,8 +15,9 @@ from kestrl._app.engines.store import VARIABLE as ENGINES
 from kestrl._app.error_text import VARIABLE as ERRORS
 from kestrl._app.local import supervisor
 from kestrl._app.local.processes import Launcher, last_error
-from kestrl._app.local.supervisor import ComponentFailed, Supervisor, backoff
+from kestrl._app.local.supervisor import BACKOFF, ComponentFailed, Supervisor
 from kestrl._shared import engine_failure
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.credentials import CALLS, Secret, held_by
 from kestrl._shared.plan.components import Component, Role
 from kestrl.errors import UserInputError
@@ -88,7 +89,7 @@ async def test_bad_input_ends_the_run_with_its_message(launcher: Launcher) -> No
 async def test_an_ended_component_is_restarted_even_after_status_0(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(supervisor, "BACKOFF", Backoff(0, 30))
     once = "import pathlib, time\nmark = pathlib.Path('mark')\nif mark.exists(): time.sleep(600)\nmark.touch()"
     ends = "import pathlib, time\nwhile pathlib.Path('settled').exists() is False: time.sleep(0.01)"
     engine = component("engine-0", Role.ENGINE, module=module(launcher, "once", once))
@@ -108,7 +109,7 @@ async def test_an_ended_component_is_restarted_even_after_status_0(
 
 
 async def test_a_component_that_keeps_ending_fails_the_run(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(supervisor, "BACKOFF", Backoff(0, 30))
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
     dies = "import sys; print('out of memory', file=sys.stderr); sys.exit(1)"
     engine = component("engine-0", Role.ENGINE, module=module(launcher, "dies", dies))
@@ -120,7 +121,7 @@ async def test_a_component_that_keeps_ending_fails_the_run(launcher: Launcher, m
 @pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
 async def test_a_killed_learner_is_restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
     """Itself, or the guard above it."""
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(supervisor, "BACKOFF", Backoff(0, 30))
     killed = (
         "import os, pathlib, time\nmark = pathlib.Path('mark')\n"
         f"if not mark.exists(): mark.touch(); os.kill({victim}, 9); time.sleep(600)"
@@ -173,7 +174,7 @@ async def test_a_component_gets_its_own_credentials_only(launcher: Launcher, rol
 
 
 def test_backoff_doubles_up_to_a_bound() -> None:
-    assert [backoff(number) for number in (1, 2, 3, 4, 5, 6, 9)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [BACKOFF.pause(number) for number in (1, 2, 3, 4, 5, 6, 9)] == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_the_last_error_is_found_in_a_log(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ async def test_an_engine_that_can_never_start_is_started_once(launcher: Launcher
 async def test_an_engine_that_may_start_later_is_started_again(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(supervisor, "BACKOFF", Backoff(0.01, 30))
     learner = component("learner-0", Role.LEARNER, module=module(launcher, "sleeper", SLEEPER), restarts=False)
     watched = make(launcher, engine(launcher, lasting=False), learner)
     with pytest.raises(ComponentFailed, match=r"ended 6 times in a row .*: ValueError: the root cause"):

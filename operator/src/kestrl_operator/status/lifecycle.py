@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import group_seconds
 from kestrl._shared.spec.job import FailureRule, JobSpec
@@ -19,9 +20,8 @@ from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory,
 from kestrl_operator.status.conditions import ConditionStatus, Type
 from kestrl_operator.status.waiting import refused_since, rest_of, seconds_to_rest, stuck, waits_for
 
-FIRST_WAIT, LONGEST_WAIT = 10.0, 300.0
-"""First and longest wait in seconds before the learner is restarted after a failure that it reported; doubled each
-time."""
+BACKOFF = Backoff(10.0, 300.0)
+"""Pauses before the learner is restarted after a failure that it reported."""
 STABLE_STEPS = 10
 """Steps since a start of the learner after which the earlier restarts no longer count against `backoffLimit`."""
 CONTACT_SECONDS = 60.0
@@ -309,7 +309,7 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
 
 def backoff(counted: int) -> float:
     """Seconds between a failure that the learner reported and its restart, after `counted` failures that count."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(counted, 16))
+    return BACKOFF.pause(counted + 1)
 
 
 def _restarted_pods(snapshot: Snapshot, spec: JobSpec, deadline: float | None) -> Decision:

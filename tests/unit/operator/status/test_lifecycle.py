@@ -34,7 +34,7 @@ from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import REASONS, Type
 from kestrl_operator.status.lifecycle import (
-    LONGEST_WAIT,
+    BACKOFF,
     STABLE_STEPS,
     Decision,
     Stage,
@@ -348,7 +348,7 @@ def test_a_failure_is_retried_by_its_rule(
 def test_the_backoff_doubles_up_to_its_maximum() -> None:
     waits = [backoff(attempts) for attempts in range(8)]
     assert waits == [10, 20, 40, 80, 160, 300, 300, 300]
-    assert backoff(10**8) == LONGEST_WAIT
+    assert backoff(10**8) == BACKOFF.limit
 
 
 @pytest.mark.parametrize("code", ["storage_unavailable", "storage_inaccessible"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
+from kestrl._shared.backoff import Backoff
 from kestrl.api.common.v1 import common_pb2
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import failure_to_proto
@@ -267,7 +268,7 @@ def failed(code: str, boundary: Boundary = Boundary.INFRASTRUCTURE) -> pb.WatchP
 async def test_a_failing_learner_is_restarted_until_its_backoff_limit(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "FIRST_WAIT", 0.3)
+    monkeypatch.setattr(lifecycle, "BACKOFF", Backoff(0.3, 300))
     async with scene(stage, report(step=3), {"failurePolicy": {"backoffLimit": 2}}) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         pods = {stage.pods("learner")[0]["metadata"]["uid"]}

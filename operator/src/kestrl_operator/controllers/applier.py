@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from time import time
 from typing import Any
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.telemetry import beginning, span, within
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
@@ -28,9 +29,8 @@ APPLY_CONFLICT = "Apply failed with"
 """The API server's message for a field owned by another manager: an object of that name existed before the job."""
 FROM_SPEC = WORKLOADS | {"ConfigMap"}
 """Kinds of objects rendered from more of the spec than the job's name."""
-FIRST_RETRY, LONGEST_RETRY = 5.0, 120.0
-"""First and longest wait in seconds before a refused object is applied again, doubled each time: a quota or an
-admission webhook may have changed."""
+BACKOFF = Backoff(5.0, 120.0)
+"""Pauses before a refused object is applied again: a quota or an admission webhook may have changed."""
 REFUSALS_SHOWN = 3
 
 
@@ -123,9 +123,10 @@ class Applier:
 def _note_refusal(state: JobState, snapshot: Snapshot, refused: Sequence[ApiProblem], digest: str = "") -> None:
     """Records until when nothing of this spec is tried again."""
     before = state.refusal_of(snapshot.generation)
-    wait = FIRST_RETRY if before is None else min(LONGEST_RETRY, 2 * before.wait)
+    times = 1 if before is None else before.times + 1
+    wait = BACKOFF.pause(times)
     shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
     what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
     problem = f"Kubernetes refuses {what} of this job: {shown}"
     log.warning("%s: retried in %.0f s: %s", state.key, wait, problem)
-    state.refusal = Refusal(snapshot.generation, problem, digest, wait, time() + wait)
+    state.refusal = Refusal(snapshot.generation, problem, digest, times, time() + wait)

@@ -58,7 +58,8 @@ class Refusal(NamedTuple):
     problem: str
     digest: str
     """Digest of the objects that were applied in part; empty where nothing was applied."""
-    wait: float
+    times: int
+    """How often in a row it was refused."""
     until: float
     """When it is tried again."""
 

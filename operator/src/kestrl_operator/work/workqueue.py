@@ -9,8 +9,11 @@ import heapq
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from kestrl._shared.backoff import Backoff
+
 Key = TypeVar("Key", bound=Hashable)
-FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 120.0
+BACKOFF = Backoff(0.5, 120.0)
+"""Pauses before a key that keeps failing is processed again."""
 
 
 class Queue(Generic[Key]):
@@ -92,9 +95,8 @@ class Queue(Generic[Key]):
             self._forgiven.discard(key)
             self._give_back(key, 0.0)
             return 0.0
-        times = self._failures.get(key, 0)
-        self._failures[key] = times + 1
-        wait = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0**times)
+        self._failures[key] = self.failures(key) + 1
+        wait = BACKOFF.pause(self._failures[key])
         self._patience[key] = asyncio.get_running_loop().time() + wait
         self._give_back(key, wait)
         return wait

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
+from kestrl._shared.backoff import Backoff
 from kestrl_operator import operator
 from kestrl_operator.apiserver import client as api_module
 from kestrl_operator.apiserver.client import Api, ApiProblem
@@ -64,7 +65,7 @@ async def test_failures_are_retried_with_backoff(stage: Stage) -> None:
     trouble.end()
     first, *_, last = [item.at for item in stage.cluster.requests("patch", "agentrljobs/status")][:6]
     # 0.1, 0.2, 0.4 s between two passes; from the third on, a pass writes twice.
-    assert last - first >= 7 * workqueue.FIRST_BACKOFF
+    assert last - first >= 7 * workqueue.BACKOFF.first
     await stage.applied()
 
 
@@ -82,7 +83,7 @@ async def test_watch_events_do_not_reset_the_backoff(stage: Stage) -> None:
         await asyncio.sleep(0.02)
     took = asyncio.get_running_loop().time() - began
     # Each wait is twice the one before; from the third pass on, a pass writes twice.
-    assert trouble.hits <= 2 * (1 + log2(1 + took / workqueue.FIRST_BACKOFF)), "tried again at every event"
+    assert trouble.hits <= 2 * (1 + log2(1 + took / workqueue.BACKOFF.first)), "tried again at every event"
     trouble.end()
     await stage.until(lambda: "look 59" in stage.condition("Scheduled")[2], "the last is reported")
 
@@ -224,7 +225,7 @@ async def test_a_failing_job_delays_no_other(stage: Stage) -> None:
 async def test_a_refused_object_is_reported_and_retried(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(applier, "FIRST_RETRY", 0.5)
+    monkeypatch.setattr(applier, "BACKOFF", Backoff(0.5, 120))
     await stage.operator()
     words = 'StatefulSet.apps "email-search-inference" is invalid: spec.template: Invalid value: "cpus": no such thing'
     trouble = stage.cluster.fail("patch", "statefulsets", status=code, message=words)
@@ -244,7 +245,7 @@ async def test_a_refused_object_is_reported_and_retried(
 
 
 async def test_a_changed_manifest_resets_the_backoff(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workqueue, "FIRST_BACKOFF", 60.0)
+    monkeypatch.setattr(workqueue, "BACKOFF", Backoff(60, 120))
     await stage.operator()
     stage.cluster.fail("patch", "statefulsets", status=422, times=1)
     stage.job()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.fakes.kubernetes import Controllers
 
+from kestrl._shared.backoff import Backoff
 from kestrl_operator.controllers import applier, manifests
 
 from .stage import JOB, NAMESPACE, Stage, ready, report
@@ -74,7 +75,7 @@ async def test_requirements_that_pods_would_have_to_install_are_refused(stage: S
 
 
 async def test_a_refused_object_is_retried_without_a_change(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applier, "FIRST_RETRY", 0.2)
+    monkeypatch.setattr(applier, "BACKOFF", Backoff(0.2, 120))
     quota = stage.cluster.fail("patch", "services", status=403, message="exceeded quota: services=2")
     await stage.operator()
     stage.job()
@@ -147,7 +148,7 @@ async def test_objects_are_maintained_while_the_newest_spec_is_refused(stage: St
 
 async def test_a_late_refusal_does_not_stop_the_other_objects(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota on the number of objects: each passes the dry run, and one is too many."""
-    monkeypatch.setattr(applier, "FIRST_RETRY", 1.0)
+    monkeypatch.setattr(applier, "BACKOFF", Backoff(1, 120))
     Controllers(stage.cluster, started=ready)
     quota = stage.cluster.fail(
         "patch", "deployments", name=f"{JOB}-judge", status=403, message="exceeded quota", dry_run=False

@@ -61,6 +61,9 @@ def scripted(attempt: Attempt) -> Any:
             sys.exit(0)
         case "die":
             os._exit(7)
+        case "flood":  # a message of 4 GiB, of which nothing follows
+            os.write(int(sys.argv[sys.argv.index("--socket") + 1]), b"\xff\xff\xff\xff")
+            time.sleep(600)
         case "hang":
             time.sleep(600)
         case text if text.startswith("hang with "):

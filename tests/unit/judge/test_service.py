@@ -65,6 +65,11 @@ BROKEN: list[tuple[str, tuple[Boundary, str], str]] = [
     ("mute", (Boundary.USER_CODE, "reward_raised"), "scripted: Mute: (its __str__ raised KeyboardInterrupt)"),
     ("bad value", (Boundary.USER_CODE, "reward_raised"), "scripted: Own: no float"),
     ("die", (Boundary.JUDGE, "reward_process_died"), "scripted: its process ended while scoring (exit code 7)"),
+    (
+        "flood",
+        (Boundary.JUDGE, "reward_process_died"),
+        "scripted: its process sent a message of 4294967295 bytes; at most 67108864 are read",
+    ),
     ("nan", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is nan"),
     ("infinite", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),
     ("huge", (Boundary.JUDGE, "reward_not_finite"), "scripted: its value is inf"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -15,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes import frames
+from kestrl._shared.processes.guarded import GuardedProcess, variables_without_ours
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import JudgeFailure, UserInputError
-from kestrl_judge.framing import receive, send
 
 START_SECONDS = 60.0
 """Time limit for imports in seconds; rewards may import large libraries."""
@@ -56,26 +55,18 @@ class Late(JudgeFailure):
     code = "reward_deadline"
 
 
-def _environment() -> Mapping[str, str]:
-    # Without the judge's credentials, so that a reward cannot act as the judge.
-    return {name: value for name, value in os.environ.items() if not name.startswith("KESTRL_")}
-
-
 class RewardProcess:
     """A running process. Made by `start`, ended by `kill`; asked by one caller at a time."""
 
     def __init__(
         self,
         command: Command,
-        process: subprocess.Popen[bytes],
-        write_end: int,
+        process: GuardedProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self._command = command
         self._process = process
-        self._write_end = write_end
-        """Write end of the process guard's pipe: closing it kills the process and its descendants."""
         self._reader = reader
         self._writer = writer
 
@@ -88,9 +79,14 @@ class RewardProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            process, write_end = _spawn(command, theirs.fileno())
+            process = GuardedProcess.start(
+                [sys.executable, *command.arguments(theirs.fileno())],
+                variables=variables_without_ours(),
+                stdout=2,  # output of a reward goes to the judge's log
+                pass_fds=(theirs.fileno(),),
+            )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        started = cls(command, process, write_end, reader, writer)
+        started = cls(command, process, reader, writer)
         try:
             await started._greeted()
         except BaseException:
@@ -100,7 +96,7 @@ class RewardProcess:
 
     @property
     def alive(self) -> bool:
-        if self._process.poll() is not None or self._reader.at_eof():
+        if self._process.process.poll() is not None or self._reader.at_eof():
             return False
         # The event loop may not have noticed yet that the process has ended and its guard is about to.
         hangup = select.poll()
@@ -109,7 +105,7 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._process.process.pid
 
     async def ask(self, request: bytes, *, seconds: float) -> pb.EpisodeScore:
         """Scores one episode.
@@ -120,21 +116,22 @@ class RewardProcess:
         """
         try:
             async with asyncio.timeout(seconds):
-                await send(self._writer, request)
-                return pb.EpisodeScore.FromString(await receive(self._reader))
+                await frames.write(self._writer, request)
+                return pb.EpisodeScore.FromString(await frames.read(self._reader))
         except TimeoutError as error:
             raise Late(
                 f"{self._command.name}: no score within its time limit of {seconds:g} s for one episode "
                 "(rewards[].timeout)"
             ) from error
+        except frames.FrameTooLong as error:
+            raise Died(f"{self._command.name}: its process sent {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise Died(f"{self._command.name}: its process ended while scoring ({await self._ending()})") from error
 
     async def kill(self) -> None:
         """Kills the process and its descendants, including those in other sessions."""
         self._writer.close()
-        os.close(self._write_end)
-        await asyncio.to_thread(self._process.wait)
+        await self._process.kill()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
@@ -142,8 +139,8 @@ class RewardProcess:
         field = self._command.field
         try:
             async with asyncio.timeout(START_SECONDS):
-                await send(self._writer, json.dumps(dict(self._command.config)).encode())
-                greeting = pb.EpisodeScore.FromString(await receive(self._reader))
+                await frames.write(self._writer, json.dumps(dict(self._command.config)).encode())
+                greeting = pb.EpisodeScore.FromString(await frames.read(self._reader))
         except TimeoutError as error:
             raise UserInputError(
                 f"{field}: {self._command.rule} could not be imported within {START_SECONDS:g} s"
@@ -160,34 +157,8 @@ class RewardProcess:
         # The socket may close slightly before the process ends; a process that only closed it is treated as ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 1)
-        code = self._process.returncode
+        code = self._process.process.returncode
         if code is None:
             return "it closed its connection"
         number = -code if code < 0 else code - 128
         return f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
-
-
-def _spawn(command: Command, inherited: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts the process with a process guard; also returns the write end of the guard's pipe."""
-    read_end, write_end = os.pipe()
-    try:
-        # Not asyncio's: uvloop forks and runs Python in the child before exec, which sometimes crashes beside gRPC's
-        # threads (seen: SIGSEGV in one start of ten). The standard library's vfork and exec runs nothing in between,
-        # and takes a millisecond.
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules
-            [
-                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0"),
-                *(sys.executable, *command.arguments(inherited)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # output of a reward goes to the judge's log
-            pass_fds=(inherited, read_end),
-            env=_environment(),
-            start_new_session=True,  # Ctrl-C of the terminal must only reach the judge
-        )
-    except OSError:
-        os.close(write_end)
-        raise
-    finally:
-        os.close(read_end)
-    return process, write_end

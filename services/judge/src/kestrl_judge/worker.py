@@ -3,6 +3,10 @@
 A separate process, so that a reward that hangs, crashes or exits affects nothing else. It communicates with the judge
 over an inherited socket; output of the reward goes to the judge's log. Its process guard kills it and its descendants
 with the judge.
+
+A request is a `ScoreGroupRequest` with one episode, its answer an `EpisodeScore`, each a frame of `kestrl._shared`. The
+judge's first message is the configuration of the reward as JSON, the first one of the process an `EpisodeScore`,
+without a failure if the reward is loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kestrl._shared.processes.frames import read_file, write_file
+from kestrl._shared.rpc.client import MAX_MESSAGE_BYTES
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import episode_from_proto, failure_to_proto, scenario_from_proto
 from kestrl.errors import JudgeFailure, UserCodeError, UserInputError, described, encodable
 from kestrl.rewards import Attempt, Claim, Score, VerdictNeeded
 from kestrl.rewards.checking import LEFT_OUT, UnusableMetric, as_score
 from kestrl.rewards.resolving import Reward, is_built_in, resolve
-from kestrl_judge.framing import read_frame, write_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +129,16 @@ def main() -> None:
     with socket.socket(fileno=options.socket) as judge, judge.makefile("rwb") as stream, asyncio.Runner() as runner:
         judge.set_inheritable(False)
         try:
-            function = resolve(options.rule, field=options.field, config=json.loads(read_frame(stream) or b"{}"))
+            function = resolve(options.rule, field=options.field, config=json.loads(read_file(stream) or b"{}"))
         except UserInputError as error:
             failure = UserCodeError(str(error), code="reward_not_loaded").failure()
-            write_frame(stream, pb.EpisodeScore(failure=failure_to_proto(failure)).SerializeToString())
+            write_file(stream, pb.EpisodeScore(failure=failure_to_proto(failure)).SerializeToString())
             return
-        write_frame(stream, pb.EpisodeScore().SerializeToString())
+        write_file(stream, pb.EpisodeScore().SerializeToString())
         rule = Rule(options.name, function, is_built_in(options.rule), runner, FirstWarning(options.name))
-        while (frame := read_frame(stream)) is not None:
+        while (frame := read_file(stream, MAX_MESSAGE_BYTES)) is not None:
             score = answer(rule, pb.ScoreGroupRequest.FromString(frame))
-            write_frame(stream, score.SerializeToString())
+            write_file(stream, score.SerializeToString())
 
 
 if __name__ == "__main__":

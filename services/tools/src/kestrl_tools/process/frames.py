@@ -1,29 +1,25 @@
-"""Messages between the tool service and its processes: JSON with a length before it."""
+"""Messages between the tool service and its processes: JSON in frames of bounded length."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-import struct
 from typing import Any
 
-HEADER = struct.Struct("<I")
-MAX_FRAME = 64 * 1024 * 1024
-"""Maximum bytes of a message; a process that sends a longer one is treated as ended."""
+from kestrl._shared.processes import frames
+
 Message = dict[str, Any]
 
 
-def _body(header: bytes) -> int:
-    (length,) = HEADER.unpack(header)
-    if length > MAX_FRAME:
-        raise ConnectionError(f"a message of {length} bytes; at most {MAX_FRAME} are read")
-    return int(length)
-
-
 def encoded(message: Message) -> bytes:
-    body = json.dumps(message, ensure_ascii=True).encode()
-    return HEADER.pack(len(body)) + body
+    """A message as a frame."""
+    return frames.framed(json.dumps(message, ensure_ascii=True).encode())
+
+
+def _decoded(body: bytes) -> Message:
+    message: Message = json.loads(body)
+    return message
 
 
 def ask(connection: socket.socket, message: Message, seconds: float) -> Message:
@@ -39,19 +35,7 @@ def ask(connection: socket.socket, message: Message, seconds: float) -> Message:
 
 def receive(connection: socket.socket) -> Message:
     """The next message; raises ConnectionError if the connection is closed."""
-    found: Message = json.loads(_exactly(connection, _body(_exactly(connection, HEADER.size))))
-    return found
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    parts: list[bytes] = []
-    while length:
-        part = connection.recv(min(length, 1 << 20))
-        if not part:
-            raise ConnectionError("the connection is closed")
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+    return _decoded(frames.receive(connection))
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
@@ -61,9 +45,7 @@ async def read(reader: asyncio.StreamReader) -> Message:
         asyncio.IncompleteReadError: The connection is closed.
         ConnectionError: The connection is broken, or the message is too long.
     """
-    length = _body(await reader.readexactly(HEADER.size))
-    found: Message = json.loads(await reader.readexactly(length))
-    return found
+    return _decoded(await frames.read(reader))
 
 
 async def write(writer: asyncio.StreamWriter, message: Message) -> None:

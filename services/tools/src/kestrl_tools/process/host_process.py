@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,32 +14,34 @@ from pathlib import Path
 from typing import Protocol
 
 from kestrl._shared.environments import link_sources
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes.guarded import GuardedProcess, kept_variables, variables_without_ours
 from kestrl_tools.process.frames import Message, ask, receive
 from kestrl_tools.process.host import HostSettings
-
-KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
-"""Variables that somebody else's environment inherits: none with a credential."""
-
 
 LAUNCHER_POLL_SECONDS = 0.2
 
 
-class Ending(Protocol):
-    """A process as its owner needs it, once it has closed the guard's pipe."""
+class Killable(Protocol):
+    """A guarded process as its owner needs it."""
 
-    def wait(self) -> object:
-        """Returns once it has ended."""
+    async def kill(self) -> None:
+        """Ends it with all its descendants, and waits for that even if it is cancelled."""
         ...
 
 
 class LaunchedProcess:
     """A host in another container of the pod."""
 
-    def __init__(self, launcher: socket.socket) -> None:
+    def __init__(self, launcher: socket.socket, write_end: int) -> None:
         self._launcher = launcher
+        self._write_end = write_end
+        """Write end of the pipe of the guard in the other container."""
 
-    def wait(self) -> None:
+    async def kill(self) -> None:
+        os.close(self._write_end)
+        await asyncio.shield(asyncio.to_thread(self._wait))
+
+    def _wait(self) -> None:
         with self._launcher, suppress(OSError):  # the container has ended, and with it the host
             while self._launcher.recv(4096):
                 pass
@@ -51,13 +52,12 @@ class HostProcess:
 
     def __init__(
         self,
-        process: Ending,
-        write_end: int,
+        process: Killable,
         requests: socket.socket,
         control: socket.socket,
         folder: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
-        self._process, self._write_end, self._folder = process, write_end, folder
+        self._process, self._folder = process, folder
         self.requests, self._control = requests, control
         self._ended: dict[int, asyncio.Future[int | None]] = {}
         self._next = 0
@@ -69,15 +69,14 @@ class HostProcess:
         """Starts the process without waiting for it."""
         ours, theirs = socket.socketpair()
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        read_end, write_end = os.pipe()
         stdin, write_stdin = os.pipe()
         environment = settings.entry.environment
         launcher = None if environment is None else environment.launcher
         python = sys.executable if environment is None or environment.python is None else environment.python
         alike = launcher is not None or python == sys.executable
         folder = None if alike else tempfile.TemporaryDirectory(prefix="kestrl-environment-")
-        fds = (stdin, read_end, theirs.fileno(), their_control.fileno())
-        process: Ending
+        fds = (stdin, theirs.fileno(), their_control.fileno())
+        process: Killable
         try:
             if launcher is not None and environment is not None:
                 process = _launched(launcher, fds, environment.start_seconds)
@@ -89,18 +88,16 @@ class HostProcess:
             ours.close()
             control.close()
             os.close(write_stdin)
-            os.close(write_end)
             if folder is not None:
                 folder.cleanup()
             raise
         finally:
             for end in (theirs, their_control):
                 end.close()
-            os.close(read_end)
             os.close(stdin)
         with os.fdopen(write_stdin, "wb") as given, suppress(BrokenPipeError):
             given.write(settings.model_dump_json().encode())
-        return cls(process, write_end, ours, control, folder)
+        return cls(process, ours, control, folder)
 
     async def asked(self, message: Message | None, seconds: float) -> Message:
         """The answer to a request, or the greeting; raises OSError if the host ended or is late."""
@@ -164,45 +161,56 @@ class HostProcess:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
         self.requests.close()
         self._control.close()
-        os.close(self._write_end)
-        await asyncio.shield(asyncio.to_thread(self._process.wait))
+        await self._process.kill()
         if self._folder is not None:
             self._folder.cleanup()
 
 
-def _started(python: str, fds: tuple[int, int, int, int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def _started(python: str, fds: tuple[int, int, int], variables: dict[str, str]) -> GuardedProcess:
     """A host beside the service."""
-    stdin, guarded, requests, control = fds
+    stdin, requests, control = fds
     command = ("-m", "kestrl_tools.process.host", "--requests", str(requests), "--control", str(control))
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        [sys.executable, "-I", "-S", process_guard.__file__, str(guarded), "0", python, *command],
+    return GuardedProcess.start(
+        [python, *command],
+        variables=variables,
         stdin=stdin,
         stdout=2,  # output of a tool goes to the log of the service
-        pass_fds=(guarded, requests, control),
-        env=variables,
-        start_new_session=True,
+        pass_fds=(requests, control),
     )
 
 
-def _launched(path: str, fds: tuple[int, int, int, int], seconds: float) -> LaunchedProcess:
+def _launched(path: str, fds: tuple[int, int, int], seconds: float) -> LaunchedProcess:
     """A host that the launcher of another container starts, once that listens.
 
     Raises:
         OSError: It does not within so many seconds.
     """
+    stdin, requests, control = fds
+    read_end, write_end = os.pipe()
+    try:
+        return LaunchedProcess(_launcher(path, [stdin, read_end, requests, control], seconds), write_end)
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+
+
+def _launcher(path: str, fds: list[int], seconds: float) -> socket.socket:
+    """The connection to a launcher that has received descriptors."""
     deadline = time.monotonic() + seconds
     while True:
         launcher = socket.socket(socket.AF_UNIX)
         try:
             launcher.connect(path)
-            socket.send_fds(launcher, [b"h"], list(fds))
+            socket.send_fds(launcher, [b"h"], fds)
         except OSError:
             launcher.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(LAUNCHER_POLL_SECONDS)
         else:
-            return LaunchedProcess(launcher)
+            return launcher
 
 
 def _variables(sources: str | None, *, ours: bool) -> dict[str, str]:
@@ -213,8 +221,8 @@ def _variables(sources: str | None, *, ours: bool) -> dict[str, str]:
         ours: Whether what it imports belongs to the job's own code; else it gets no credential of any kind.
     """
     if ours:
-        return {name: value for name, value in os.environ.items() if not name.startswith("KESTRL_")}
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        return variables_without_ours()
+    kept = kept_variables()
     if sources is None:
         return kept
     link_sources(Path(sources))

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 
+from kestrl._shared.processes.guarded import kept_variables
 from kestrl.agents.runs import RunResult, invalid
 from kestrl.errors import UserInputError, encodable
 from kestrl_rollout.hosts.host import MAX_RESULT, RunEnded, RunRequest, read_result
-from kestrl_rollout.hosts.program import Program, inherited_variables
+from kestrl_rollout.hosts.program import Program
 
 MAX_ERRORS = 16 * 1024
 """Bytes of stderr that are kept."""
@@ -40,12 +41,12 @@ class CommandHost:
             command: Program and arguments.
             variables: Environment variables of the manifest.
             folder: Folder of the manifest, in which it runs; None for the worker's.
-            inherited: Other environment variables; None for `inherited_variables`.
+            inherited: Other environment variables; None for `kept_variables`.
 
         Raises:
             UserInputError: There is no such program.
         """
-        self._inherited = inherited_variables() if inherited is None else dict(inherited)
+        self._inherited = kept_variables() if inherited is None else dict(inherited)
         place = {**self._inherited, **variables}.get("PATH", os.defpath)
         path = str(Path(folder or ".", command[0])) if "/" in command[0] else command[0]
         if shutil.which(path, path=place) is None:

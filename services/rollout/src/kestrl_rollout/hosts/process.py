@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kestrl._shared.processes.guarded import kept_variables
 from kestrl.agents.runs import RunResult, invalid, run_result
 from kestrl.errors import UserInputError
 from kestrl_rollout.hosts.host import MAX_RESULT, RunEnded, RunRequest, error_end
 from kestrl_rollout.hosts.inside import host_program
-from kestrl_rollout.hosts.program import Program, inherited_variables
+from kestrl_rollout.hosts.program import Program
 
 START_SECONDS = 100.0
 """Time limit for imports: frameworks of agents are large."""
@@ -58,12 +59,12 @@ class ProcessHost:
             field: The manifest field of the agent.
             starts: Whether it is a class with a method `start`, which is awaited first.
             start_seconds: Time limit for imports and `start`.
-            inherited: Other environment variables; None for `inherited_variables`.
+            inherited: Other environment variables; None for `kept_variables`.
         """
         self.field, self.name = field, run
         self._python = python or sys.executable
         self._settings = {"run": run, "config": dict(config), "python_path": list(python_path), "starts": starts}
-        others = inherited_variables() if inherited is None else inherited
+        others = kept_variables() if inherited is None else inherited
         self._variables = {**others, "PYTHONUNBUFFERED": "1", **variables}
         self._folder, self._start_seconds = folder, start_seconds
         self._starting = asyncio.Lock()

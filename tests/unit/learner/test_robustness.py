@@ -176,7 +176,7 @@ async def test_an_engine_that_was_killed_costs_a_scenario_one_attempt(staged: An
             agent.found = partial(find, agent)
         async with running(stage.but(validation=None)):
             await until(lambda: len(found) == 2)
-            await asyncio.sleep(3 * retry_pause.FIRST_SECONDS)  # that nothing happens has no event
+            await asyncio.sleep(3 * retry_pause.BACKOFF.first)  # that nothing happens has no event
             assert len(stage.asked()) == 2
             assert sorted(found) == ["engine-0", "engine-1"]
             dead = False

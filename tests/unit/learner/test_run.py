@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.unit.learner.fakes import DECOUPLED, make_policy, until
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl.episode import UNSCORED, CallOutcome, Group, Purpose, StopReason, ToolCall
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
@@ -261,8 +262,7 @@ async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any
 async def test_a_refused_credential_of_a_tool_is_waited_for_and_costs_no_scenario(
     staged: Any, monkeypatch: pytest.MonkeyPatch, boundary: Boundary, code: str
 ) -> None:
-    monkeypatch.setattr(retry_pause, "FIRST_SECONDS", 0.001)
-    monkeypatch.setattr(retry_pause, "LONGEST_SECONDS", 0.001)
+    monkeypatch.setattr(retry_pause, "BACKOFF", Backoff(0.001, 0.001))
     failure = Failure(boundary=boundary, code=code, message="crm: 401", component="tools", retryable=True)
     call = ToolCall(turn=0, name="search", raw="{}", arguments={}, outcome=CallOutcome.OK, text="found")
     async with staged() as stage:

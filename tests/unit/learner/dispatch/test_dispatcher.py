@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import EngineFailure
 from kestrl_learner.dispatch import retry_pause
 from kestrl_learner.dispatch.retry_pause import RetryPause
@@ -42,7 +43,7 @@ async def test_the_pause_doubles_up_to_a_bound_and_a_success_resets_it(monkeypat
 
 async def test_while_it_pauses_no_group_is_started(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is away for a while costs attempts of the groups that ran, not of all that might have."""
-    monkeypatch.setattr(retry_pause, "FIRST_SECONDS", 0.4)
+    monkeypatch.setattr(retry_pause, "BACKOFF", Backoff(0.4, 30))
     async with staged() as stage:
         loop = asyncio.get_running_loop()
         asked: list[float] = []

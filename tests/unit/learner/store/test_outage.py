@@ -22,6 +22,7 @@ from tests.fakes.ports import free_port
 from tests.fakes.s3 import S3Server
 from tests.unit.learner.fakes import running, until, watched
 
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable
 from kestrl.storage import open_store
 from kestrl_learner import run
@@ -60,7 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception]], None
 
         monkeypatch.setattr(obstore, "put", broken)
 
-    monkeypatch.setattr(runstore, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(runstore, "BACKOFF", Backoff(0.01, 5))
     return fail
 
 

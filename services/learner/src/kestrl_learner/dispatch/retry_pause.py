@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-FIRST_SECONDS, LONGEST_SECONDS = 0.5, 30.0
+from kestrl._shared.backoff import Backoff
+
+BACKOFF = Backoff(0.5, 30.0)
+"""Pauses of dispatching after consecutive failures."""
 
 
 class RetryPause:
@@ -21,10 +24,9 @@ class RetryPause:
         """Starts a pause twice as long as the last and calls `resume` at its end; no effect during a pause."""
         if self.active:
             return
-        seconds = min(LONGEST_SECONDS, FIRST_SECONDS * 2.0**self._failures)
         self._failures += 1
         self.active = True
-        asyncio.get_running_loop().call_later(seconds, self._end, resume)
+        asyncio.get_running_loop().call_later(BACKOFF.pause(self._failures), self._end, resume)
 
     def _end(self, resume: Callable[[], None]) -> None:
         self.active = False

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import PlaceError, StorageError, StorageInaccessible, StorageUnavailable
 from kestrl.storage import ObjectStore
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0
-"""Seconds between attempts, in addition to the object store's own retries."""
+BACKOFF = Backoff(0.5, 5.0)
+"""Pauses between attempts, in addition to the object store's own retries."""
 DRAIN_SECONDS = 10.0
 """Longest time to wait for storage once the program drains."""
 Result = TypeVar("Result")
@@ -106,7 +107,7 @@ class RunStore(ObjectStore):
             StorageInaccessible: It denied access for as long, or has never allowed it.
             StorageError, PlaceError: The store refused.
         """
-        pause = FIRST_PAUSE
+        failures = 0
         while True:
             try:
                 result = ask()
@@ -114,10 +115,10 @@ class RunStore(ObjectStore):
                 if not self._may_heal(error):
                     self._answered()
                     raise
-                if not self._patience.wait(pause, self._away(error)):
+                failures += 1
+                if not self._patience.wait(BACKOFF.pause(failures), self._away(error)):
                     self._given_up(error)
                     raise
-                pause = min(2 * pause, LONGEST_PAUSE)
             else:
                 self._has_worked = True
                 self._answered()

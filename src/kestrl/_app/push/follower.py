@@ -12,6 +12,7 @@ from kestrl._app.push.cursor import Cursor
 from kestrl._app.push.parts import DAMAGED as METRICS_DAMAGED
 from kestrl._app.push.parts import Kind, Part, parts_of, record_of
 from kestrl._app.push.target import PartRefused, PushedRun, Target, TargetUnavailable
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import DAMAGED, EpisodeBatch, ObjectEpisodeStore
@@ -20,8 +21,8 @@ from kestrl.storage.summary import RunSummary, read_summary
 
 POLL_SECONDS = 2.0
 """Time between two looks at the storage of a run that trains."""
-FIRST_WAIT, LONGEST_WAIT = 2.0, 60.0
-"""Seconds before the second attempt at a target that does not answer, and at most between two."""
+BACKOFF = Backoff(2.0, 60.0)
+"""Pauses between attempts at a target that does not answer."""
 SUMMARY_TAG_DIGITS = 32
 WAITING, LEFT_OUT, RECOVERED = "waiting: ", "not sent: ", "it answers again"
 """Lines of progress, or how they begin."""
@@ -80,7 +81,7 @@ class Follower:
             TargetRefused: The target refuses.
             StorageError: The storage refused.
         """
-        wait, reported = FIRST_WAIT, ""
+        failures, reported = 0, ""
         while True:
             live = follow and self._live()
             try:
@@ -91,12 +92,12 @@ class Follower:
                 if str(error) != reported:
                     reported = str(error)
                     self._say(f"{WAITING}{error}")
-                time.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+                failures += 1
+                time.sleep(BACKOFF.pause(failures))
                 continue
             if reported:
                 self._say(RECOVERED)
-            wait, reported = FIRST_WAIT, ""
+            failures, reported = 0, ""
             if not live:
                 return self.sent
             time.sleep(POLL_SECONDS)

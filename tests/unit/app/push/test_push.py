@@ -24,6 +24,7 @@ from kestrl._app.push import follower
 from kestrl._app.push.cursor import open_cursor
 from kestrl._app.push.follower import Follower, sampled
 from kestrl._app.push.target import PushedRun, Target, TargetRefused, TargetUnavailable
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import UserInputError
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout, open_store
@@ -244,7 +245,7 @@ def following(place: EpisodePlace, target: Target, said: list[str]) -> Thread:
 
 def test_a_run_is_followed_until_it_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(follower, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(follower, "BACKOFF", Backoff(0.01, 60))
     open_store(str(run)).delete(layout.SUMMARY)
     folder = RunDir(run)
     assert folder.lock() is not None

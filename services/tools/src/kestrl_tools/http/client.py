@@ -11,6 +11,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from kestrl._shared.backoff import Backoff
 from kestrl.data.charsets import charset_of
 from kestrl.errors import ToolFailure
 from kestrl_tools.http.egress import CheckedResolver, Egress
@@ -24,8 +25,8 @@ MAX_REDIRECTS = 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 SAME_METHOD = frozenset({307, 308})
 """Redirects that keep method and body."""
-FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
-"""Seconds between attempts: doubled after each one, and longer if the server asks for it (`Retry-After`)."""
+BACKOFF = Backoff(0.25, 10.0)
+"""Pauses between attempts; longer if the server asks for it (`Retry-After`)."""
 NOT_EXECUTED = frozenset({429, 503})
 """Statuses after which every method may be sent again: the server has refused the request."""
 
@@ -126,7 +127,7 @@ class HttpClient:
             ToolFailure: The response takes too long, or cannot be used.
         """
         ending = asyncio.get_running_loop().time() + seconds
-        reason, attempts, pause = self._busy, 0, FIRST_WAIT
+        reason, attempts = self._busy, 0
         try:
             async with asyncio.timeout_at(ending):
                 while True:
@@ -137,11 +138,10 @@ class HttpClient:
                         return outcome
                     attempts += 1
                     reason = outcome.reason
-                    wait = max(pause, outcome.wait)
+                    wait = max(BACKOFF.pause(attempts), outcome.wait)
                     if not outcome.may_repeat or asyncio.get_running_loop().time() + wait >= ending:
                         break
                     await asyncio.sleep(wait)
-                    pause = min(2 * pause, LONGEST_WAIT)
         except TimeoutError:
             if not reason:
                 raise ToolFailure(

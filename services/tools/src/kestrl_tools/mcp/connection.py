@@ -16,6 +16,7 @@ from mcp.shared.exceptions import MCPError
 from pydantic import ValidationError
 from yarl import URL
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.bounded_answers import MAX_MESSAGE, bound
 from kestrl._shared.plan.settings.tools import McpEntry
 from kestrl.errors import KestrlError, ToolFailure, described, text_of
@@ -34,8 +35,8 @@ DRAIN_SECONDS = 60.0
 """Time for the calls of a program that is replaced, since its credentials have changed."""
 MAX_PAGES = 100
 """Maximum pages of a list of tools."""
-FIRST_WAIT, LONGEST_WAIT = 0.25, 10.0
-"""Seconds between attempts to connect: doubled after each one that failed."""
+BACKOFF = Backoff(0.25, 10.0)
+"""Pauses between attempts to connect."""
 Answer = TypeVar("Answer")
 LOST = frozenset({types.CONNECTION_CLOSED, types.REQUEST_TIMEOUT})
 """Error codes of the SDK for a lost connection."""
@@ -280,7 +281,8 @@ class Reconnecting:
         self._name, self._make, self._verify = name, make, verify
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[Connection] | None = None
-        self._wait = 0.0
+        self._attempts = 0
+        """Attempts to connect since the last one that succeeded."""
         self._closed = False
         self.problem = ""
         """Why the last attempt failed; empty if it did not."""
@@ -307,8 +309,8 @@ class Reconnecting:
         if self._closed:
             raise ServerUnavailable(f"{self._name}: the tool service is shutting down")
         await self._retire()
-        await asyncio.sleep(self._wait)
-        self._wait = min(max(FIRST_WAIT, 2 * self._wait), LONGEST_WAIT)
+        await asyncio.sleep(BACKOFF.pause(self._attempts))
+        self._attempts += 1
         connection = self._make()
         try:
             await connection.open()
@@ -318,7 +320,7 @@ class Reconnecting:
             log.error("%s", error)
             await connection.close()
             raise
-        self._connection, self._wait, self.problem = connection, 0.0, ""
+        self._connection, self._attempts, self.problem = connection, 0, ""
         return connection
 
     async def _checked(self, connection: Connection) -> None:
@@ -332,7 +334,7 @@ class Reconnecting:
         """Closes the last connection; one that can be used ends its calls before."""
         if self._connection is not None and not self._connection.lost:
             log.info("MCP server %s: is started again, since its credentials have changed", self._name)
-            self._wait = 0.0
+            self._attempts = 0
             await self._connection.drain()
         await self._drop()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +17,7 @@ from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adap
 from pydantic import ValidationError
 
 from kestrl._shared.bounded_answers import MAX_MESSAGE
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes.guarded import GuardedProcess, kept_variables
 from kestrl.data.values import MAX_VALUES, exceeds_values
 from kestrl.redaction import Redactor
 from kestrl_tools.mcp.sdk import TransportStreams
@@ -32,18 +30,14 @@ CLOSE_SECONDS = 2.0
 """Time for the program to exit after its stdin was closed; it is killed then."""
 EXIT_SECONDS = 1.0
 """Time for the program to exit after the end of its stdout, before its calls fail."""
-KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
-"""Variables that the program inherits: none with a credential of the service."""
 
 
 class Program:
     """A running program."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], write_end: int, redactor: Redactor) -> None:
+    def __init__(self, name: str, guarded: GuardedProcess, redactor: Redactor) -> None:
         self._name, self._redactor = name, redactor
-        self._process = process
-        self._write_end = write_end
-        """Write end of the process guard's pipe: closing it kills the program and its descendants."""
+        self._guarded, self._process = guarded, guarded.process
         self.last_line = ""
         """Last line that it wrote to stderr."""
 
@@ -57,26 +51,15 @@ class Program:
         Raises:
             OSError: The process cannot be started.
         """
-        inherited = {key: os.environ[key] for key in KEPT_VARIABLES if key in os.environ}
-        read_end, write_end = os.pipe()
-        try:
-            # Not asyncio's, whose fork under uvloop is not safe beside gRPC's threads.
-            process = subprocess.Popen(  # noqa: S603 - the manifest's own command
-                [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), "0", *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(read_end,),
-                env={**inherited, **variables},
-                cwd=folder,
-                start_new_session=True,
-            )
-        except OSError:
-            os.close(write_end)
-            raise
-        finally:
-            os.close(read_end)
-        return cls(name, process, write_end, redactor)
+        guarded = GuardedProcess.start(
+            command,
+            variables={**kept_variables(), **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            folder=folder,
+        )
+        return cls(name, guarded, redactor)
 
     async def read(self, deliver: Any) -> None:
         """Delivers the messages on stdout until its end."""
@@ -146,8 +129,7 @@ class Program:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
         finally:
-            os.close(self._write_end)
-            await asyncio.shield(asyncio.to_thread(self._process.wait))
+            await self._guarded.kill()
 
     @property
     def exit_code(self) -> int | None:

@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 import aiohttp
 from pydantic import ValidationError
 
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import UserInputError
 from kestrl.tools import WarmPool
 from kestrl_sandbox.config import PoolConfig
@@ -40,12 +41,14 @@ from kestrl_sandbox.remote.wire import MAX_MESSAGE, SLOT_PATH, Greeting
 log = logging.getLogger(__name__)
 FIRST_SECONDS = 60.0
 """Time in which the first claim has to have a ready pod that answers, unless the pool's own is longer."""
-POLL_SECONDS = (0.1, 1.0)
-"""First and longest interval at which a claim is read again."""
+POLLS = Backoff(0.1, 1.0)
+"""Intervals at which a claim is read again."""
 CONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 """Time in which a server confirms that a connection is closed."""
 DELETE_ATTEMPTS = 5
+DELETIONS = Backoff(0.1, 1.6)
+"""Pauses between the attempts to delete a claim."""
 MAX_TOKENS = 4
 """Tokens that are tried: the present one and those before it."""
 
@@ -141,7 +144,7 @@ class ClaimedSandboxes:
 
     async def _bound(self, name: str, *, first: bool, use_until: float) -> RemoteSlot:
         """The slot of a claim, when its pod is there and answers."""
-        wait, longest = POLL_SECONDS
+        looks = 0
         seconds = max(self._pool.bind_seconds, FIRST_SECONDS) if first else self._pool.bind_seconds
         latest = "it was not read"
         try:
@@ -153,8 +156,8 @@ class ClaimedSandboxes:
                     latest = f"{status.state}; {self._denied}" if self._denied else latest
                     if socket is not None:
                         return await self._greeted(name, socket, status.sandbox.name, first=first, use_until=use_until)
-                    await asyncio.sleep(wait)
-                    wait = min(2 * wait, longest)
+                    looks += 1
+                    await asyncio.sleep(POLLS.pause(looks))
         except TimeoutError as error:
             raise SandboxFailure(
                 f"the claim {name} had no usable sandbox of the pool {self._pool.name} within {seconds:g} s: {latest}",
@@ -288,12 +291,12 @@ class ClaimedSandboxes:
             raise ClaimUnusable(f"{_advice(error.status, name)}{error}") from error
 
     async def _delete(self, name: str) -> None:
-        for attempt in range(DELETE_ATTEMPTS):
+        for attempt in range(1, DELETE_ATTEMPTS + 1):
             try:
                 await self._api.request("DELETE", CLAIMS, name)
             except ClusterUnreachable as error:
                 log.warning("the claim %s is not deleted yet: %s", name, error)
-                await asyncio.sleep(POLL_SECONDS[0] * 2**attempt)
+                await asyncio.sleep(DELETIONS.pause(attempt))
             except ApiRefused as error:
                 if error.status != 404:
                     log.warning("the claim %s cannot be deleted: %s", name, error)

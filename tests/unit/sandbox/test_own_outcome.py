@@ -264,14 +264,24 @@ async def test_runs_in_a_back_end_that_dies_are_run_again() -> None:
         await pool.close()
 
 
+@pytest.fixture
+def outside() -> list[bool]:
+    """What the back-end of `slot` says: whether somebody outside of the sandbox has ended it."""
+    return [False]
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def slot() -> AsyncIterator[tuple[Slot, asyncio.StreamWriter, asyncio.StreamReader]]:
+async def slot(outside: list[bool]) -> AsyncIterator[tuple[Slot, asyncio.StreamWriter, asyncio.StreamReader]]:
     """A slot, and the sandbox's end of its connection."""
     ours, theirs = slots.slot_sockets()
     theirs.setblocking(False)
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     far_reader, far_writer = await asyncio.open_unix_connection(sock=theirs)
-    yield Slot(1, reader, writer), far_writer, far_reader
+
+    async def from_outside() -> bool:
+        return outside[0]
+
+    yield Slot(1, reader, writer, ended_from_outside=from_outside), far_writer, far_reader
     for opened in (writer, far_writer):
         opened.close()
         with suppress(ConnectionError):
@@ -291,13 +301,11 @@ async def test_an_end_without_an_answer_is_the_codes_but_for_evidence_from_outsi
 
 
 @pytest.mark.parametrize("started", [True, False])
-async def test_an_end_from_outside_or_before_the_code_is_the_sandboxs(slot: Ends, started: bool) -> None:
+async def test_an_end_from_outside_or_before_the_code_is_the_sandboxs(
+    slot: Ends, outside: list[bool], started: bool
+) -> None:
     place, supervisor, _ = slot
-
-    async def from_outside() -> bool:
-        return started
-
-    place.ended_from_outside = from_outside
+    outside[0] = started
     supervisor.write(frames.encode({"kind": "started"}) if started else b"")
     supervisor.close()
     with pytest.raises(SlotLost):

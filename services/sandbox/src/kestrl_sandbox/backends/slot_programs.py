@@ -105,7 +105,14 @@ class SlotPrograms(ABC):
             return cgroup
 
         try:
-            slot, greeting = await handshake(number, ours, cgroup_of, seconds=START_SECONDS, single_use=True)
+            slot, greeting = await handshake(
+                number,
+                ours,
+                cgroup_of,
+                seconds=START_SECONDS,
+                single_use=True,
+                ended_from_outside=partial(ended_from_outside, process),
+            )
         except SandboxFailure as error:
             process.kill()
             self._unused.add(number)
@@ -113,7 +120,6 @@ class SlotPrograms(ABC):
             text = reason.decode(errors="replace").strip()[-500:]
             raise SandboxFailure(f"{error}: {text}", code="sandbox_unavailable") from error
         self._greeted(greeting)
-        slot.ended_from_outside = partial(ended_from_outside, process)
         return slot
 
     def kill_slot(self, slot: Slot) -> None:

@@ -169,13 +169,18 @@ class Zygote:
             raise SandboxFailure(f"the zygote takes no command: {error}", code="sandbox_unavailable") from error
         leader = self._leaders[number] = asyncio.get_running_loop().create_future()
         try:
-            slot, _ = await handshake(number, ours, lambda pid: self._new_cgroup(number, pid), seconds=START_SECONDS)
+            slot, _ = await handshake(
+                number,
+                ours,
+                lambda pid: self._new_cgroup(number, pid),
+                seconds=START_SECONDS,
+                ended_from_outside=partial(self._from_outside, leader),
+            )
         except BaseException as error:
             if isinstance(error, SandboxFailure):
                 await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)  # whether the zygote has ended, too
             self._leaders.pop(number, None)
             raise
-        slot.ended_from_outside = partial(self._from_outside, leader)
         return slot
 
     def _new_cgroup(self, number: int, pid: int) -> SlotCgroup | None:

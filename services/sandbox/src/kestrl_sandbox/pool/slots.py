@@ -49,6 +49,9 @@ def request(run: Run, *, session: bool) -> bytes:
     return frames.encode(header, b"".join([code, run.stdin, *run.files.values()]))
 
 
+Evidence = Callable[[], Awaitable[bool]]
+
+
 async def never_from_outside() -> bool:
     """Evidence of a back-end that has none."""
     return False
@@ -59,6 +62,14 @@ class Slot:
 
     Whether an end without an answer is the sandbox's own failure or the code's doing, evidence from outside of the
     sandbox decides: what runs in it is not asked.
+
+    Args:
+        number: Its number.
+        reader: From its supervisor.
+        writer: To its supervisor.
+        cgroup: Its cgroup, where there is one.
+        single_use: Whether it serves one run or session only.
+        ended_from_outside: Evidence of the back-end: whether it, or somebody else on the node, has ended the sandbox.
     """
 
     def __init__(
@@ -69,15 +80,14 @@ class Slot:
         cgroup: SlotCgroup | None = None,
         *,
         single_use: bool = False,
+        ended_from_outside: Evidence = never_from_outside,
     ) -> None:
         self.number = number
         self.single_use = single_use
-        """Whether it serves one run or session only."""
         self.cgroup = cgroup
         self.alive = True
         """Whether the state of a session is still there."""
-        self.ended_from_outside: Callable[[], Awaitable[bool]] = never_from_outside
-        """Evidence of the back-end: whether it, or somebody else on the node, has ended the sandbox."""
+        self._ended_from_outside = ended_from_outside
         self._reader, self._writer = reader, writer
         self._handed_over = False
         """Whether code has run in the sandbox that is there now."""
@@ -110,7 +120,7 @@ class Slot:
             self.close()
             if self.cgroup is not None and self.cgroup.kills() > kills:
                 return out_of_memory(run)
-            if not self._handed_over or await self.ended_from_outside():
+            if not self._handed_over or await self._ended_from_outside():
                 raise SlotLost(f"the processes of the sandbox ended without an answer: {error}") from error
             log.error("a sandbox ended without an answer, by the code in it: %s", error)
             return broken()
@@ -174,6 +184,7 @@ async def handshake(
     *,
     seconds: float,
     single_use: bool = False,
+    ended_from_outside: Evidence = never_from_outside,
 ) -> tuple[Slot, dict[str, Any]]:
     """Waits for the greeting of a slot's process, on a socket of `slot_sockets`, and puts it into its cgroup, before it
     forks.
@@ -195,7 +206,8 @@ async def handshake(
     except BaseException:
         connection.close()
         raise
-    return Slot(number, reader, writer, cgroup, single_use=single_use), greeting
+    slot = Slot(number, reader, writer, cgroup, single_use=single_use, ended_from_outside=ended_from_outside)
+    return slot, greeting
 
 
 async def first_frame(connection: socket.socket) -> tuple[dict[str, Any], int]:

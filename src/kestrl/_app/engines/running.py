@@ -18,7 +18,7 @@ from kestrl._app.engines.variables import engine_environment
 from kestrl._shared import engine_failure
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes.guarded import GuardedProcess
 from kestrl.errors import KestrlError, UserInputError
 
 LOOPBACK, EVERY_INTERFACE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - a name of what a person asks for
@@ -78,29 +78,19 @@ def running_engine(
         Secret.ENGINE_CONTROL_KEY.value: keys.control,
     }
     engine_failure.forget(environment)
-    read_end, guard_pipe = os.pipe()
-    guard = (sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(GRACE_SECONDS))
     command = (component.python or sys.executable, "-m", component.module, *component.args)
     with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603 - the engine's interpreter
-            [*guard, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            cwd=work,
-            pass_fds=(read_end,),
-            start_new_session=True,
+        engine = GuardedProcess.start(
+            command, variables=environment, stdout=output, stderr=output, folder=work, grace=GRACE_SECONDS
         )
-    os.close(read_end)
     url = f"http://{LOOPBACK if host == EVERY_INTERFACE else host}:{component.ports['http']}"
     try:
         assert component.ready is not None
-        _wait(process, f"{url}{component.ready.http_path}", component.env, log)
-        yield RunningEngine(url, process)
+        _wait(engine.process, f"{url}{component.ready.http_path}", component.env, log)
+        yield RunningEngine(url, engine.process)
     finally:
-        os.close(guard_pipe)  # the guard then ends the engine
-        process.wait()
+        engine.release()
+        engine.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, environment: Mapping[str, str], log: Path) -> None:

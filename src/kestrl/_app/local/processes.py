@@ -15,7 +15,7 @@ from kestrl._app.local.files import write_atomic
 from kestrl._app.local.logs import Log, tail
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes.guarded import guard_command
 from kestrl._shared.spec.rules.reserved_arguments import RESERVED_VARIABLES
 from kestrl.errors import UserInputError
 
@@ -123,8 +123,7 @@ class Launcher:
         read_end, guard_pipe = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(STOP_SECONDS)),
-                *self.command(component),
+                *guard_command(read_end, self.command(component), grace=STOP_SECONDS),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

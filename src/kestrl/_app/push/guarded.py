@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
 from kestrl._app.interpreters.places import without_python
-from kestrl._shared.processes import process_guard
+from kestrl._shared.processes.guarded import GuardedProcess
 
 STOP_SECONDS = 10.0
 
@@ -28,31 +27,22 @@ def guarded(
         stdout: Its output.
         stderr: Its errors.
     """
-    read_end, pipe = os.pipe()
-    guard = (sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(STOP_SECONDS))
+    program = GuardedProcess.start(
+        command,
+        variables={**without_python(os.environ), **variables},
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        grace=STOP_SECONDS,
+    )
     try:
-        process = subprocess.Popen(  # noqa: S603 - an interpreter that we made
-            [*guard, *command],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env={**without_python(os.environ), **variables},
-            pass_fds=(read_end,),
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(pipe)
-        raise
-    finally:
-        os.close(read_end)
-    try:
-        with process:
+        with program.process:
             try:
-                yield process
+                yield program.process
             finally:
-                _end(process)
+                _end(program.process)
     finally:
-        os.close(pipe)
+        program.release()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

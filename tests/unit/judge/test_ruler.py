@@ -15,6 +15,7 @@ from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, graded
 from tests.fakes.mounted_secret import MountedSecret
 from tests.unit.judge.rulers import QUESTION, episode, group, honest, ruled, ruler_entry, tool_call, value_of
 
+from kestrl._shared.backoff import Backoff
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
 from kestrl_judge.ruler import client, pacing
@@ -187,7 +188,7 @@ async def test_a_second_judge_is_asked_after_the_first() -> None:
 
 
 async def test_refusals_of_the_server_are_retried_and_paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(pacing, "BACKOFF", Backoff(0.01, 30, jitter=0.5))
     answers: list[Refusal] = [
         Refusal(status=429, headers={"Retry-After": "0.2"}),
         Refusal(status=500),

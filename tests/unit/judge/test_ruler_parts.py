@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.judge.rulers import episode, group
 
 from kestrl_judge.ruler.escaping import encode, estimated_tokens
-from kestrl_judge.ruler.pacing import LONGEST_PAUSE, LONGEST_RETRY_AFTER, pause_before, retry_after
+from kestrl_judge.ruler.pacing import BACKOFF, LONGEST_RETRY_AFTER, pause_before, retry_after
 from kestrl_judge.ruler.prompt import build
 from kestrl_judge.ruler.reply import schema
 from kestrl_judge.ruler.shortening import TooLarge, fair_share, shorten, tail
@@ -129,12 +129,12 @@ def test_pauses_are_bounded_and_follow_the_server() -> None:
     assert retry_after({"retry-after-ms": "1500", "retry-after": "9"}) == 1.5
     assert retry_after({"retry-after": "Thu, 01 Jan 2026 00:00:05 GMT"}, now=now) == 5.0
     assert retry_after({"retry-after": "99999"}) == LONGEST_RETRY_AFTER
-    assert retry_after({"retry-after": "nan"}) == LONGEST_PAUSE
+    assert retry_after({"retry-after": "nan"}) == BACKOFF.limit
     assert retry_after({"retry-after": "soon"}) is None
     assert retry_after({}) is None
     assert pause_before(1, 7.0) == 7.0
     assert 0.25 <= pause_before(1, None) <= 0.5
-    assert pause_before(50, None) <= LONGEST_PAUSE
+    assert pause_before(50, None) <= BACKOFF.limit
 
 
 def test_an_enforced_schema_names_every_id_once_and_ends() -> None:

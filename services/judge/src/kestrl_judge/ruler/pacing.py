@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import math
-import random
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from random import Random
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds of back-off: doubled with each attempt."""
+from kestrl._shared.backoff import Backoff
+
+BACKOFF = Backoff(0.5, 30.0, jitter=0.5)
+"""Pauses between attempts where the server does not ask for one."""
+CHANCE = Random()  # noqa: S311 - jitter
 LONGEST_RETRY_AFTER = 300.0
 """Seconds that a server may ask for."""
 
@@ -55,10 +58,10 @@ class Pacer:
 
 
 def pause_before(attempt: int, asked: float | None) -> float:
-    """Seconds before an attempt (the first retry is 1): what the server asked for, or exponential with jitter."""
+    """Seconds before an attempt (the first retry is 1): what the server asked for, or that of the back-off."""
     if asked is not None:
         return asked
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter
+    return BACKOFF.jittered(attempt, CHANCE)
 
 
 def retry_after(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
@@ -80,4 +83,4 @@ def retry_after(headers: Mapping[str, str], *, now: datetime | None = None) -> f
 
 
 def _bounded(seconds: float) -> float:
-    return LONGEST_PAUSE if math.isnan(seconds) else max(0.0, min(seconds, LONGEST_RETRY_AFTER))
+    return BACKOFF.limit if math.isnan(seconds) else max(0.0, min(seconds, LONGEST_RETRY_AFTER))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import time
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.rpc import call, channel, stream
 from kestrl._shared.rpc.run_report import state_of
 from kestrl.api.learner.v1 import learner_pb2 as pb
@@ -28,7 +29,8 @@ INTERVAL = 1.0
 """Minimum seconds between two reports."""
 NUMBERS_SECONDS = 30.0
 """Minimum seconds between two reports of which only numbers have changed."""
-FIRST_RETRY, LONGEST_RETRY = 0.5, 15.0
+BACKOFF = Backoff(0.5, 15.0)
+"""Pauses before a learner without a stream is called again."""
 FIRST_REPORT_SECONDS = 3.0
 """Seconds in which a learner that can be reached sends its first report; before that, it is not considered
 unreachable."""
@@ -64,7 +66,7 @@ class LearnerStream:
         self._changed(self.key)
 
     async def _follow(self) -> None:
-        wait = FIRST_RETRY
+        failures = 0
         async with channel(self.address, largest_answer=LARGEST_REPORT) as connection:
             stub = stubs.LearnerServiceStub(connection)
             request = pb.WatchProgressRequest(min_interval_seconds=INTERVAL, numbers_interval_seconds=NUMBERS_SECONDS)
@@ -79,7 +81,7 @@ class LearnerStream:
                         token=self._token,
                     ):
                         self._take(state_of(report))
-                        wait = FIRST_RETRY
+                        failures = 0
                     why = "it ended the stream"
                 except KestrlError as error:
                     why = str(error)
@@ -91,8 +93,8 @@ class LearnerStream:
                 if was_reachable or why != self.unreachable:
                     log.info("%s: the learner does not answer: %s", self.key, why)
                     self._mark_unreachable(why)
-                await asyncio.sleep(wait)
-                wait = min(LONGEST_RETRY, 2 * wait)
+                failures += 1
+                await asyncio.sleep(BACKOFF.pause(failures))
 
     def _take(self, state: RunState) -> None:
         now, old, done, phase = time(), self.report, state.steps.done, state.activity.phase

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +22,7 @@ from kestrl._shared.plan.settings.common import DataSettings, Model, read_settin
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeSettings, RewardEntry, RulerEntry
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
+from kestrl._shared.processes.guarded import GuardedProcess, ending
 from kestrl.errors import UserInputError, problems_of
 
 Settings = TypeVar("Settings", bound=Model)
@@ -163,29 +162,20 @@ def ask(
         if status is None:
             return Report({}, (f"{subject}: not loaded within {seconds:g} s; {_last_line(output)}",))
         if not report.is_file():
-            return Report({}, (f"{subject}: loading it ended the process with status {status}; {_last_line(output)}",))
+            return Report({}, (f"{subject}: loading it ended the process ({ending(status)}); {_last_line(output)}",))
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return Report(found["facts"], tuple(found["problems"]))
 
 
 def _run(command: list[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]) -> int | None:
-    """Exit status, or None after the time limit. The whole process group has ended."""
-    process = subprocess.Popen(  # noqa: S603 - our own module
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        env=variables,
-    )
+    """Exit status, or None after the time limit. Nothing that the command has started is left."""
+    process = GuardedProcess.start(command, variables=variables, stdout=output, stderr=output, folder=folder)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.release()
         process.wait()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrl._shared.processes import frames
-from kestrl._shared.processes.guarded import GuardedProcess, variables_without_ours
+from kestrl._shared.processes.guarded import GuardedProcess, ending, variables_without_ours
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import JudgeFailure, UserInputError
@@ -160,5 +159,4 @@ class RewardProcess:
         code = self._process.process.returncode
         if code is None:
             return "it closed its connection"
-        number = -code if code < 0 else code - 128
-        return f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+        return ending(code)

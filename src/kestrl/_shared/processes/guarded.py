@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,12 @@ def guard_command(pipe: int, command: Sequence[str], *, grace: float = 0.0) -> l
         grace: Seconds after SIGTERM after which it kills.
     """
     return [sys.executable, "-I", "-S", process_guard.__file__, str(pipe), f"{grace:g}", *command]
+
+
+def ending(status: int) -> str:
+    """How a guarded program has ended, by its exit status: a signal's name or an exit code."""
+    number = -status if status < 0 else status - 128  # negative if the guard itself was killed
+    return f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {status}"
 
 
 class GuardedProcess:

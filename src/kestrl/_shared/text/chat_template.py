@@ -23,6 +23,7 @@ from enum import Enum
 from string import ascii_letters
 from typing import Any
 
+from kestrl._shared.processes.guarded import variables_without_ours
 from kestrl._shared.text import renderer
 from kestrl.errors import UserInputError
 
@@ -199,6 +200,7 @@ class Template:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="utf-8",
+            env=variables_without_ours(),
         )
         self._process, self._end = process, weakref.finalize(self, _finish, process)
         answer = self._ask(process, self._first)

@@ -457,23 +457,43 @@ def settings_for(folder: Path, code: str) -> checking.ToolsCheck:
 
 
 @pytest.mark.parametrize(
-    ("code", "problem"),
+    ("code", "seconds", "problem"),
     [
         (
             "print('on it', flush=True)\nimport time\nwhile True: time.sleep(1)",
-            "not loaded within 3 s; its last output: on it",
+            10,
+            "not loaded within 10 s; its last output: on it",
         ),
-        ("import os\nprint('bye', flush=True)\nos._exit(7)", "ended the process with status 7; its last output: bye"),
-        ("import os\nos.kill(os.getpid(), 11)", "ended the process with status -11"),
+        (
+            "import os\nprint('bye', flush=True)\nos._exit(7)",
+            50,
+            "ended the process (exit code 7); its last output: bye",
+        ),
+        ("import os\nos.kill(os.getpid(), 11)", 50, "ended the process (signal SIGSEGV)"),
     ],
     ids=["hangs", "exits", "crashes"],
 )
-def test_a_module_that_hangs_or_ends_the_process_is_one_problem(tmp_path: Path, code: str, problem: str) -> None:
+def test_a_module_that_hangs_or_ends_the_process_is_one_problem(
+    tmp_path: Path, code: str, seconds: float, problem: str
+) -> None:
     settings = settings_for(tmp_path, code)
-    report = checking.ask("kestrl_tools.check", settings, subject="spec.tools", seconds=3)
+    report = checking.ask("kestrl_tools.check", settings, subject="spec.tools", seconds=seconds)
     (found,) = report.problems
     assert found.startswith("spec.tools: ")
     assert problem in found
+
+
+def test_what_a_module_starts_ends_with_its_check(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"""
+import os, pathlib, subprocess
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path({str(pid)!r}).write_text(str(child.pid))
+os._exit(7)
+"""
+    report = checking.ask("kestrl_tools.check", settings_for(tmp_path, code), subject="spec.tools", seconds=50)
+    assert "ended the process (exit code 7)" in report.problems[0]
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_a_part_that_is_not_installed_is_reported(tmp_path: Path) -> None:

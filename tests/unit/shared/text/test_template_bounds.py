@@ -74,3 +74,15 @@ def test_the_renderer_is_gone_with_its_template() -> None:
     gc.collect()
     assert child not in children()
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_the_renderer_has_no_credential_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KESTRL_ROLLOUT_TOKEN", "secret")
+    monkeypatch.setenv("LANGUAGE", "en")
+    before = children()
+    template = Template("ok", {}, started=NOW)
+    (child,) = children() - before
+    variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    assert b"LANGUAGE=en" in variables
+    assert not [variable for variable in variables if variable.startswith(b"KESTRL_")]
+    assert template.render([], [], generate=True).text == "ok"

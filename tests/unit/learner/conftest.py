@@ -20,6 +20,7 @@ import torch
 from tests.fakes.ports import free_port
 from tests.unit.learner.fakes import VOCABULARY, FakeAgent, FakeWorker, Oracle, make_policy, served
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.learner import EngineEntry, GapBounds, LearnerSettings
@@ -188,14 +189,14 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks are frequent, so that what is seen by looking is seen soon."""
-    for module, name, seconds in (
+    for module, name, figure in (
         (engines_module, "POLL_SECONDS", 0.05),
-        (engines_module, "FIRST_RETRY", 0.05),
+        (engines_module, "BACKOFF", Backoff(0.05, 60)),
         (engines_module, "STRAGGLER_SECONDS", 0.5),
         (workers_module, "POLL_SECONDS", 0.2),
         (workers_module, "RETRY_SECONDS", 0.05),
     ):
-        monkeypatch.setattr(module, name, seconds)
+        monkeypatch.setattr(module, name, figure)
 
 
 Staging = Callable[..., Any]

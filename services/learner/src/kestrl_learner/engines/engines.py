@@ -18,6 +18,7 @@ from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
 from kestrl._shared.rpc import call, channel
@@ -48,7 +49,8 @@ LONGEST_BUILD = 100
 """Characters of an engine's name or version."""
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
-FIRST_RETRY, LONGEST_RETRY = 2.0, 60.0
+BACKOFF = Backoff(2.0, 60.0)
+"""Pauses before an engine loads a version again that it did not verify."""
 
 
 def _names(entries: Iterable[EngineEntry]) -> str:
@@ -377,7 +379,7 @@ class Engines:
             return
         known.proved.discard(name)
         times = known.load_failures[name].times + 1 if name in known.load_failures else 1
-        wait = min(LONGEST_RETRY, FIRST_RETRY * 2.0 ** (times - 1))
-        known.load_failures[name] = LoadFailure(failure, times, asyncio.get_running_loop().time() + wait)
+        not_before = asyncio.get_running_loop().time() + BACKOFF.pause(times)
+        known.load_failures[name] = LoadFailure(failure, times, not_before)
         self._progress.count_failure(failure)
         log.error("%s is quarantined for %s: %s", known.entry.name, name, failure)

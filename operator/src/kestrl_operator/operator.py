@@ -66,6 +66,13 @@ class Operator:
         self._passes: Counter[str] = Counter()
         self._measure = metrics.pass_seconds()
         self._watch = watch.Watch(self._take, config.namespaces)
+        self._audit = Audit(
+            api,
+            self._store,
+            config.namespaces,
+            self._queue.add,
+            lambda kind, given: self._take(kind, given, deleted=False),
+        )
         self._election = LeaderElection(
             api,
             namespace=lease.namespace,
@@ -82,20 +89,12 @@ class Operator:
             ApiProblem: The API server does not answer at the start.
         """
         may_list_nodes = await preflight(self._api, self._config)
-        self._audit = Audit(
-            self._api,
-            self._store,
-            self._config.namespaces,
-            self._queue.add,
-            lambda kind, given: self._take(kind, given, deleted=False),
-            may_list_nodes=may_list_nodes,
-        )
         self._register_metrics()
         probes = await health.serve(
             self._config.health_listen, alive=self._unhealthy_reason, ready=self._not_ready_reason
         )
         watching = asyncio.create_task(self._watch.run(), name="watch")
-        auditing = asyncio.create_task(self._keep_auditing(), name="audit")
+        auditing = asyncio.create_task(self._keep_auditing(nodes=may_list_nodes), name="audit")
         leading = asyncio.create_task(self._election.hold(self._lead), name="lead")
         stop_requested = asyncio.Event()
         for name in (signal.SIGTERM, signal.SIGINT):
@@ -164,12 +163,12 @@ class Operator:
             self._states.mark_drifted(key)
         return key if touched or kind.name in WORKLOADS else None
 
-    async def _keep_auditing(self) -> None:
+    async def _keep_auditing(self, *, nodes: bool) -> None:
         while True:
             try:
                 for key in await list_sft(self._api, self._sft_store, self._config.namespaces):
                     self._sft_queue.add(key)
-                await self._audit.once()
+                await self._audit.once(nodes=nodes)
                 wait = self._config.audit_seconds
             except ApiProblem as error:
                 log.warning("%s", error)

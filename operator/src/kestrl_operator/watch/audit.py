@@ -34,8 +34,6 @@ class Audit:
         namespaces: tuple[str, ...],
         changed: Callable[[Key], None],
         child: Callable[[Kind, Object], None],
-        *,
-        may_list_nodes: bool,
     ) -> None:
         """Prepares the audit; nothing is listed yet.
 
@@ -46,11 +44,9 @@ class Audit:
             changed: Called for a job whose change the stream has not delivered.
             child: Called with an object of a job whose change the stream has not delivered, as the stream would call
                 it.
-            may_list_nodes: Whether nodes are listed, too.
         """
         self._api, self._store, self._changed, self._child = api, store, changed, child
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
-        self._may_list_nodes = may_list_nodes
         self._expected: dict[str, int] = {}
         """Versions of jobs, by uid, that the stream had not delivered at the last audit."""
         self._received: dict[str, int] = {}
@@ -66,15 +62,20 @@ class Audit:
         """Records a job version that the stream delivered."""
         self._received[uid] = max(version, self._received.get(uid, 0))
 
-    async def once(self) -> None:
-        """Lists all objects, and hands on what the streams missed. Raises `ApiProblem` if the API server does not
-        answer.
+    async def once(self, *, nodes: bool) -> None:
+        """Lists all objects, and hands on what the streams missed.
+
+        Args:
+            nodes: Whether nodes are listed, too.
+
+        Raises:
+            ApiProblem: The API server does not answer.
         """
         await self._jobs()
         if self._rounds % PODS_EVERY == 0:
             await self._pods()
             await self._children()
-        if self._may_list_nodes:
+        if nodes:
             await self._nodes()
         self._rounds += 1
         self.ended = asyncio.get_running_loop().time()

@@ -47,17 +47,17 @@ def test_any_number_of_failures_has_a_pause(backoff: Backoff) -> None:
 
 @given(BACKOFFS, st.integers(0, 50), st.integers())
 def test_chance_takes_at_most_the_share(backoff: Backoff, failures: int, seed: int) -> None:
-    whole, drawn = backoff.pause(failures), backoff.jittered(failures, Random(seed))
-    assert whole * (1 - backoff.jitter) <= drawn <= whole
-    assert drawn == backoff.jittered(failures, Random(seed)), "the source alone decides"
+    longest, pause = backoff.pause(failures), backoff.jittered(failures, Random(seed))
+    assert longest * (1 - backoff.jitter) <= pause <= longest
+    assert pause == backoff.jittered(failures, Random(seed)), "the source alone decides"
 
 
 def test_chance_spreads_those_that_failed_together() -> None:
     chance = Random(7)
-    drawn = [Backoff(4, 4, jitter=0.5).jittered(1, chance) for _ in range(200)]
-    assert min(drawn) < 2.1
-    assert max(drawn) > 3.9
-    assert all(one != other for one, other in pairwise(drawn))
+    pauses = [Backoff(4, 4, jitter=0.5).jittered(1, chance) for _ in range(200)]
+    assert min(pauses) < 2.1
+    assert max(pauses) > 3.9
+    assert all(one != other for one, other in pairwise(pauses))
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def test_a_program_that_cannot_be_started_leaves_no_pipe(tmp_path: Path, monkeyp
     make = os.pipe
 
     def pipe() -> tuple[int, int]:
-        ends.extend(made := make())
-        return made
+        ends.extend(pair := make())
+        return pair
 
     monkeypatch.setattr(os, "pipe", pipe)
     with pytest.raises(FileNotFoundError):

@@ -7,11 +7,12 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrl._shared.backoff import Backoff
 
+AT_ANY_LOAD = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 BACKOFFS = st.builds(
     lambda first, further, factor, jitter: Backoff(first, first + further, factor, jitter),
@@ -30,6 +31,7 @@ def test_a_factor_of_its_own_replaces_doubling() -> None:
     assert [Backoff(1, 50, factor=3).pause(failures) for failures in (1, 2, 3, 4, 5)] == [1, 3, 9, 27, 50]
 
 
+@AT_ANY_LOAD
 @given(BACKOFFS, st.integers(1, 2000))
 def test_a_pause_is_never_shorter_than_the_one_before_nor_longer_than_the_limit(
     backoff: Backoff, failures: int
@@ -40,11 +42,13 @@ def test_a_pause_is_never_shorter_than_the_one_before_nor_longer_than_the_limit(
         assert after == pytest.approx(before * backoff.factor)
 
 
+@AT_ANY_LOAD
 @given(BACKOFFS.filter(lambda backoff: backoff.first > 0 and backoff.factor > 1.1))
 def test_any_number_of_failures_has_a_pause(backoff: Backoff) -> None:
     assert backoff.pause(10**9) == backoff.limit
 
 
+@AT_ANY_LOAD
 @given(BACKOFFS, st.integers(0, 50), st.integers())
 def test_chance_takes_at_most_the_share(backoff: Backoff, failures: int, seed: int) -> None:
     longest, pause = backoff.pause(failures), backoff.jittered(failures, Random(seed))

@@ -9,11 +9,12 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrl._shared.processes import frames
 
+AT_ANY_LOAD = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 Receive = Callable[[bytes, int], bytes | None]
 
 
@@ -65,6 +66,7 @@ def test_an_end_amid_a_frame_is_an_end(receive: Receive, kept: int) -> None:
     assert body is None
 
 
+@AT_ANY_LOAD
 @given(st.lists(st.binary(max_size=300), max_size=5))
 def test_frames_of_one_stream_are_read_in_their_order(bodies: list[bytes]) -> None:
     stream = io.BytesIO()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import IO
+from io import BufferedIOBase
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 64 * 1024 * 1024
@@ -75,7 +75,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-def read_file(stream: IO[bytes], most: int = MAX_FRAME) -> bytes | None:
+def read_file(stream: BufferedIOBase, most: int = MAX_FRAME) -> bytes | None:
     """The next body of a blocking file; None if the other side has closed it, amid a frame or between two.
 
     Raises:
@@ -89,7 +89,7 @@ def read_file(stream: IO[bytes], most: int = MAX_FRAME) -> bytes | None:
     return body if len(body) == length else None
 
 
-def write_file(stream: IO[bytes], body: bytes) -> None:
+def write_file(stream: BufferedIOBase, body: bytes) -> None:
     """Sends a frame by a blocking file."""
     stream.write(framed(body))
     stream.flush()

@@ -18,6 +18,7 @@ from kestrl._shared.processes.stopping import end_at_sigterm
 if __name__ == "__main__":
     end_at_sigterm()  # before slow imports
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE
 from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl._shared.rpc import serve
@@ -31,10 +32,10 @@ EXIT_LOST = 3
 ASK_SECONDS = 1.0
 """Interval of attempts to reach the learner."""
 CONNECT_SECONDS = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Pause before the ranks are started again, doubled each time."""
+BACKOFF = Backoff(1.0, 30.0)
+"""Pauses before the ranks are started again: the first one after a long gang, longer ones after short gangs."""
 LONG_GANG = 60.0
-"""Seconds of a gang after which the pause is the first one again."""
+"""Seconds of a gang after which the pause is the first one."""
 END_SECONDS = 5.0
 """Time for ranks to end after the first of them, and after SIGTERM."""
 
@@ -65,13 +66,13 @@ class RankPod:
         Raises:
             RankEnded: One of them was ended by a signal, or failed by itself.
         """
-        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
+        loop, short_gangs = asyncio.get_running_loop(), 0
         while True:
             await self._await_learner()
             begun = loop.time()
             await self._one_gang()
-            pause = FIRST_PAUSE if loop.time() - begun > LONG_GANG else min(LONGEST_PAUSE, 2 * pause)
-            await asyncio.sleep(pause)
+            short_gangs = 0 if loop.time() - begun > LONG_GANG else short_gangs + 1
+            await asyncio.sleep(BACKOFF.pause(1 + short_gangs))
 
     async def _await_learner(self) -> None:
         """Waits until something listens at the address of rank 0's store."""

@@ -25,6 +25,7 @@ from tests.unit.learner.ranks.forked_ranks import CONTEXT
 from tests.unit.learner.train.test_training import make_groups
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from kestrl._shared.backoff import Backoff
 from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl.errors import UserInputError
 from kestrl_learner import rank, rank_pod
@@ -238,8 +239,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, program: str) -> list[tuple[Any, .
         return [sys.executable, "-I", "-S", "-c", program, str(given[0]), str(len(begun))]
 
     monkeypatch.setattr(rank_pod, "rank_command", command)
-    monkeypatch.setattr(rank_pod, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(rank_pod, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(rank_pod, "BACKOFF", Backoff(0.01, 0.01))
     return begun
 
 

@@ -1,5 +1,5 @@
-"""Helpers for asyncio: a change signal, blocking work in a daemon thread, and work that an event or a failing task
-ends.
+"""Helpers for asyncio: a change signal, listeners, blocking work in a daemon thread, and work that an event or a
+failing task ends.
 """
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ class Signal:
         while not (answer := predicate()):
             await self._event.wait()
         return answer
+
+
+class Listeners:
+    """What is called when something has happened: each function once, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Callable[[], None], None] = {}
+
+    def add(self, listener: Callable[[], None]) -> None:
+        """Calls a function from now on; it returns at once and raises nothing. No effect if it is called already."""
+        self._functions[listener] = None
+
+    def notify(self) -> None:
+        """Calls every function."""
+        for listener in list(self._functions):
+            listener()
 
 
 async def abandonable(work: Callable[[], Result], *, name: str) -> Result:

@@ -94,9 +94,8 @@ class RunResources:
     def connect(self) -> None:
         """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""
         self.engines = Engines.of_settings(self.settings, self.progress)
-        self.workers = Workers(self.settings, self.progress, self.engines.serving)
         self.pinned_tools = PinnedTools(self.store)
-        self.workers.verify_tools = self.pinned_tools.verify
+        self.workers = Workers(self.settings, self.progress, self.engines.serving, self.pinned_tools.verify)
         settings = self.settings
         self.sinks.start(RunStart(job=settings.job, run=settings.run, storage=self.store.uri, total_steps=self.steps))
 

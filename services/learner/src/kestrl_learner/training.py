@@ -99,7 +99,7 @@ class Training:
         )
         # Not a method of this object: that reference cycle would keep the model in memory until the next garbage
         # collection.
-        resources.store.fence = partial(refuse_if_superseded, self._ledger)
+        resources.store.fence.follow(partial(refuse_if_superseded, self._ledger))
         self._source = make_source(self._ledger, self._trainer.algorithm)
         self._pace: list[float] = []
         self._done = 0

@@ -135,7 +135,7 @@ def test_a_learner_that_is_replaced_while_it_waits_writes_nothing(
         if answer is not None:
             raise answer
 
-    store.fence = fence
+    store.fence.follow(fence)
     failing([STALE])
     with pytest.raises(Superseded):
         store.put("a", b"1")

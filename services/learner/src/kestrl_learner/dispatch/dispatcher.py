@@ -81,8 +81,9 @@ class Dispatcher(GroupSource):
 
     def begin(self, policy: PolicyVersion, step: int) -> None:
         self._policy, self._consumed = policy, step * self._per_step
-        self._engines.on_change = self._workers.on_change = self._wake.set
-        self._engines.on_load = self._update_admission
+        self._engines.changes.add(self._wake.set)
+        self._workers.changes.add(self._wake.set)
+        self._engines.looks.add(self._update_admission)
         self._wake.set()
 
     def advance(self, policy: PolicyVersion) -> None:

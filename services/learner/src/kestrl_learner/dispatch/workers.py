@@ -35,7 +35,7 @@ from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
 from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
 from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
 from kestrl.errors import KestrlError
-from kestrl_learner.concurrency import Signal
+from kestrl_learner.concurrency import Listeners, Signal
 from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
 
@@ -48,10 +48,6 @@ RETRY_SECONDS = 0.5
 """Poll interval for workers that do not answer."""
 CALL_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
-
-
-def _no_listener() -> None:
-    """The callback before a listener is set."""
 
 
 def _ignored(count: int) -> None:
@@ -131,10 +127,6 @@ class _Worker:
         return max(0, self.capacity - self.used)
 
 
-async def _any_tools(digests: Mapping[str, str]) -> None:
-    del digests
-
-
 class Workers:
     """All rollout workers of the job, each used up to its reported capacity. `watch` must be running.
 
@@ -142,16 +134,23 @@ class Workers:
         settings: The run's settings.
         progress: Where the number of workers is shown.
         serving: Engines of each version; running groups are sent every change.
+        verify_tools: Awaited with the digests of tool servers' lists, by name, of each group before it is returned.
     """
 
-    def __init__(self, settings: LearnerSettings, progress: Progress, serving: Serving) -> None:
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        progress: Progress,
+        serving: Serving,
+        verify_tools: Callable[[Mapping[str, str]], Awaitable[None]],
+    ) -> None:
         self._settings, self._progress, self._serving = settings, progress, serving
-        serving.on_change = self._wake_busy
+        self._verify_tools = verify_tools
+        serving.changes.add(self._wake_busy)
         self._workers: list[_Worker] = []
         self._changed = Signal()
-        self.on_change: Callable[[], None] = _no_listener
-        self.verify_tools: Callable[[Mapping[str, str]], Awaitable[None]] = _any_tools
-        """Awaited with the digests of tool servers' lists, by name, of each group before it is returned."""
+        self.changes = Listeners()
+        """Called when the capacity of a worker has changed."""
         self._names = [name.removeprefix(DNS) for name in settings.rollout_addresses if name.startswith(DNS)]
         for address in settings.rollout_addresses:
             if not address.startswith(DNS):
@@ -227,7 +226,7 @@ class Workers:
             if worker.capacity != before:
                 self._publish_status()
                 self._changed.notify()
-                self.on_change()
+                self.changes.notify()
             if worker.used and worker.revision != self._serving.revision:
                 await self._update_engines(worker)
             with suppress(TimeoutError):
@@ -376,7 +375,7 @@ class Workers:
         answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
             if answer.HasField("group"):
-                await self.verify_tools(answer.tool_digests)
+                await self._verify_tools(answer.tool_digests)
                 return _decoded(answer.group, peer)
             ended(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from kestrl.errors import Boundary, Failure, FailureError, KestrlError, PlaceErr
 from kestrl.runstate.events import EnginesObserved, VersionPublished
 from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState
-from kestrl_learner.concurrency import Signal
+from kestrl_learner.concurrency import Listeners, Signal
 from kestrl_learner.engines.admission import EngineLoad
 from kestrl_learner.engines.discovery import EngineDiscovery, discovery_of
 from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
@@ -55,10 +55,6 @@ BACKOFF = Backoff(2.0, 60.0)
 
 def _names(entries: Iterable[EngineEntry]) -> str:
     return ", ".join(entry.name for entry in entries) or "none"
-
-
-def _no_listener() -> None:
-    """The callback before a listener is set."""
 
 
 class NoEngineProved(KestrlError):
@@ -88,9 +84,10 @@ class Engines:
         self._wanted: dict[str, Published] = {}
         self._proofs, self.serving = Proofs(), Serving()
         self._changed = Signal()
-        self.on_change: Callable[[], None] = _no_listener
-        self.on_load: Callable[[], None] = _no_listener
-        """Called after every look at an engine."""
+        self.changes = Listeners()
+        """Called when what the engines have proved may have changed."""
+        self.looks = Listeners()
+        """Called after every look at an engine that answers."""
         observe(Metric.QUARANTINED, lambda: {known.entry.name: len(known.load_failures) for known in self._known})
 
     @classmethod
@@ -259,7 +256,7 @@ class Engines:
         reports = tuple(self.reports())
         self._progress.emit(EnginesObserved(verified=converged, reports=reports, total=len(reports)))
         self._changed.notify()
-        self.on_change()
+        self.changes.notify()
 
     def _record_proofs(self, wanted: Iterable[PolicyVersion]) -> None:
         proved = {known.entry.name: known.proved for known in self._known}
@@ -314,7 +311,7 @@ class Engines:
             self._progress.idle.observe(known.entry.name, idle=seen.idle.idle, observed=seen.idle.observed)
         else:
             self._progress.idle.forget(known.entry.name)
-        self.on_load()
+        self.looks.notify()
         known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
         known.caught_up = known.up and (known.caught_up or bool(known.proved))
         for name in known.proved:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl.episode import PolicyVersion
-
-
-def _no_listener() -> None:
-    """The callback before a listener is set."""
+from kestrl_learner.concurrency import Listeners
 
 
 class Serving:
@@ -20,11 +17,11 @@ class Serving:
         self.revision = time.time_ns()
         """Grows with every change, also over a restart of the learner."""
         self.engines: Mapping[PolicyVersion, Sequence[EngineEntry]] = {}
-        self.on_change: Callable[[], None] = _no_listener
+        self.changes = Listeners()
 
     def update(self, engines: Mapping[PolicyVersion, Sequence[EngineEntry]]) -> None:
         """Replaces the engines of every version."""
         if engines != self.engines:
             self.engines = engines
             self.revision += 1
-            self.on_change()
+            self.changes.notify()

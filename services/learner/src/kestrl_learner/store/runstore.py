@@ -52,6 +52,30 @@ class Patience:
         return min(began + self.seconds, self._latest)
 
 
+class Fence:
+    """Whether this learner may still write: it may until the run's ledger is open, and from then on the ledger says."""
+
+    def __init__(self) -> None:
+        self._check: Callable[[], None] | None = None
+
+    def follow(self, check: Callable[[], None]) -> None:
+        """Has `check` decide on each write and deletion from now on, from any thread.
+
+        Args:
+            check: Raises `Superseded` once another learner owns the run.
+        """
+        self._check = check
+
+    def check(self) -> None:
+        """Returns if this learner may write.
+
+        Raises:
+            Superseded: Another learner owns the run.
+        """
+        if self._check is not None:
+            self._check()
+
+
 class RunStore(ObjectStore):
     """The run's storage. Retries while the store does not answer, and while it denies what it has allowed before: its
     credentials are being rotated. A replaced learner cannot write.
@@ -73,19 +97,19 @@ class RunStore(ObjectStore):
         """Beginning of the present outage by the monotonic clock."""
         self._has_worked = False
         """Whether the store has ever done what was asked. Before, a denial is an error of the user's."""
-        self.fence: Callable[[], None] = lambda: None
-        """Called before each write and deletion; raises `Superseded` once another learner owns the run."""
+        self.fence = Fence()
+        """Asked before each write and deletion."""
 
     def put(self, path: str, content: bytes, *, create: bool = False) -> None:
         def write() -> None:
-            self.fence()  # at every attempt: another learner may have taken over the run during the outage
+            self.fence.check()  # at every attempt: another learner may have taken over the run during the outage
             super(RunStore, self).put(path, content, create=create)
 
         self._retried(write)
 
     def delete(self, path: str) -> None:
         def remove() -> None:
-            self.fence()
+            self.fence.check()
             super(RunStore, self).delete(path)
 
         self._retried(remove)

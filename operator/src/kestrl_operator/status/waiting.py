@@ -158,7 +158,7 @@ def _misses_a_role(snapshot: Snapshot) -> bool:
     """Whether no pod of a role is there without which no episode ends."""
     if snapshot.job is None:
         return False
-    wanted = replicas(snapshot.job.spec)
+    wanted = replicas(snapshot.job.spec, snapshot.workloads)
     return any(wanted.get(role) and not snapshot.of(role) for role in ROLLING)
 
 

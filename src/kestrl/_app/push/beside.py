@@ -14,7 +14,7 @@ from pathlib import Path
 from kestrl._app.local.logs import Log
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.push.follower import LEFT_OUT, RECOVERED, WAITING
-from kestrl._shared import process_guard
+from kestrl._shared.processes.guarded import guard_command
 from kestrl._shared.spec.job import MLflowTracking
 from kestrl.errors import UserInputError
 
@@ -101,8 +101,9 @@ class MLflowFollower:
         read_end, pipe = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(STOP_SECONDS)),
-                *(sys.executable, "-m", PROGRAM, *self._arguments(run), *more),
+                *guard_command(
+                    read_end, [sys.executable, "-m", PROGRAM, *self._arguments(run), *more], grace=STOP_SECONDS
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -107,7 +107,12 @@ INTEGER, WORDS = {"type": "integer"}, {"type": "array", "items": {"type": "strin
         ({"required": ["y"]}, {}, []),
         ({}, {"x-kubernetes-validations": [{"rule": "self > 1"}]}, ["spec.x: has the new rule self > 1"]),
         (WORDS, {"type": "array", "items": {"type": "integer"}}, ["spec.x[]: type was 'string', is 'integer'"]),
-        ({"additionalProperties": INTEGER}, {"additionalProperties": {}}, ["spec.x{}: type was 'integer', is None"]),
+        ({"additionalProperties": INTEGER}, {"additionalProperties": {}}, []),
+        (
+            {"additionalProperties": INTEGER},
+            {"additionalProperties": WORDS},
+            ["spec.x{}: type was 'integer', is 'array'"],
+        ),
         ({"default": {"y": 1}}, {"default": {"y": 1, "z": 2}}, []),
     ],
 )

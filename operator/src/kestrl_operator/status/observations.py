@@ -221,12 +221,9 @@ def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
 
 def _unresponsive_engine(live: LearnerReport | None) -> str:
     """The engine that answered the learner before and does not now; empty if there is none."""
-    away = (
-        [engine for engine in live.state.engines.reports if engine.state is ServingState.AWAY]
-        if live is not None
-        else []
-    )
-    return f"{away[0].name} does not answer {away[0].message}".strip() if away else ""
+    reports = () if live is None else live.state.engines.reports
+    away = next((engine for engine in reports if engine.state is ServingState.AWAY), None)
+    return "" if away is None else f"{away.name} does not answer {away.message}".strip()
 
 
 def verified_by_all(snapshot: Snapshot, spec: JobSpec) -> bool:

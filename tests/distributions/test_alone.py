@@ -75,7 +75,7 @@ def installed(name: str, wheels: Path, folder: Path, *extras: str) -> Path:
     )
     (folder / "requirements.txt").write_text(listed)
     distributions = ("kestrl", name, *(("kestrl-demo-models",) if name == "kestrl-email" else ()))
-    own = [path for path in wheels.iterdir() if path.name.partition("-")[0].replace("_", "-") in distributions]
+    own = [path for path in wheels.glob("*.whl") if path.name.partition("-")[0].replace("_", "-") in distributions]
     install = (UV, "pip", "install", "--quiet", "--no-deps", "--python", python)
     run(*install, "--requirements", folder / "requirements.txt")
     run(*install, *own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -221,7 +222,9 @@ async def test_a_run_is_sent_while_it_goes_on_and_its_result_when_it_has_ended(t
     assert [known["info"]["status"] for known in server.runs("beside")] == ["FINISHED"]
     assert sorted(server.traces("beside")) == ["g1/0", "g1/1", "g2/0", "g2/1"]
     assert reports[0] == (f"sends to {server.uri}", False)
-    assert reports[-1] == (f"sent 2 episodes in 3 parts: everything is at {server.uri}", False)
+    last, problem = reports[-1]  # a part that was interrupted before it was noted is sent again
+    assert re.fullmatch(rf"sent [24] episodes in [34] parts: everything is at {re.escape(server.uri)}", last), last
+    assert not problem
 
 
 def _traces_of(server: Server, experiment: str) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import obstore
 import pytest
+from pyarrow import BufferReader, parquet
 from tests.fakes.s3 import SECRET_KEY
 
 from .cluster.client import Cluster, Object
@@ -19,6 +20,7 @@ from .installation import (
     condition,
     credentials,
     is_true,
+    newest_adapter,
     quickstart,
     small,
     stored,
@@ -101,6 +103,39 @@ def test_objects_of_a_user_with_a_jobs_names_are_left_alone(installation: Instal
         cluster.wait_for(JOB, "taken", lambda job: job["status"]["observedGeneration"] == 2, namespace, seconds=60)
         accepted = cluster.get(JOB, "taken", namespace)
         assert condition(accepted, "Accepted")[0] == "True", "its own objects are known by their owner"
+
+
+@pytest.mark.share(3)
+@pytest.mark.timeout(1500)
+def test_an_engine_joins_a_job_and_its_learner_goes_on(installation: Installation) -> None:
+    """Two engines become a range of which there are three: no pod is replaced, and the third samples for training."""
+    cluster = installation.cluster
+    with installation.place("engines") as namespace:
+        spec = {"data__train__size": 4000, "schedule__maxSteps": 1000, "inference__replicas": 2}
+        cluster.apply(small("grows", **spec), namespace)
+        installation.wait_for_adapter("grows", namespace, 1, 500)
+        pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
+
+        cluster.patch(JOB, "grows", {"spec": {"inference": {"replicas": {"min": 2, "max": 3}}}}, namespace)
+        cluster.wait_for(JOB, "grows", lambda job: job["status"]["observedGeneration"] == 2, namespace, seconds=200)
+        cluster.kubectl("scale", "statefulset", "grows-inference", "--replicas=3", f"--namespace={namespace}")
+        eventually("the third engine samples", lambda: "engine-2" in engines_of_newest_step(installation, "grows"), 500)
+        step = newest_adapter(installation, "grows")
+        installation.wait_for_adapter("grows", namespace, step + 2, 200)
+
+        assert pods < {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}, "all of before are there"
+        learner = cluster.get("pod", "grows-learner-0", namespace)
+        assert [item["restartCount"] for item in learner["status"]["containerStatuses"]] == [0]
+        installation.wait("grows", namespace, lambda job: len(job["status"].get("engines", ())) == 3, 120)
+
+
+def engines_of_newest_step(installation: Installation, job: str) -> set[str]:
+    """Names of the engines that sampled the episodes of the last stored step."""
+    steps = [path for path in stored(installation, job) if "/episodes/train/" in path]
+    if not steps:
+        return set()
+    content = bytes(obstore.get(installation.bucket, max(steps)).bytes())
+    return set(parquet.read_table(BufferReader(content), columns=["engine"]).column("engine").to_pylist())
 
 
 def trains(job: dict[str, Any]) -> bool:

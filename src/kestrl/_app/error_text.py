@@ -35,11 +35,11 @@ def error_lines(error: BaseException, *, text: str = "", keep: bool = False, mos
     if not keep and lines == text.splitlines():
         return [safe(line) for line in lines]
     lines = abridged(problems, most - 1)
-    whole = _whole(error, text)
-    kept = _kept(whole)
-    if kept is None:  # there is no file: nothing is lost
-        return [safe(line) for line in (whole if keep else text).splitlines()]
-    return [*(safe(line) for line in lines), f"the whole text: {kept}"]
+    whole_text = _whole(error, text)
+    path = _kept(whole_text)
+    if path is None:  # there is no file: nothing is lost
+        return [safe(line) for line in (whole_text if keep else text).splitlines()]
+    return [*(safe(line) for line in lines), f"the whole text: {path}"]
 
 
 def abridged(problems: Sequence[str], most: int) -> list[str]:

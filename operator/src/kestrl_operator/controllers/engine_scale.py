@@ -29,9 +29,9 @@ class EngineScale:
         Raises:
             ApiProblem: The API server did not do it.
         """
-        known = self._store.workloads(key).get(Role.INFERENCE)
-        if not replicas.fixed and known is not None and known.applied_replicas and known.replicas > 0:
-            await self._set(key, replicas.nearest(known.replicas))
+        engines = self._store.workloads(key).get(Role.INFERENCE)
+        if not replicas.fixed and engines is not None and engines.applied_replicas and engines.replicas > 0:
+            await self._set(key, replicas.nearest(engines.replicas))
 
     async def keep_within(self, key: Key, snapshot: Snapshot) -> None:
         """Sets the nearest number of the range where the present one is outside of it.
@@ -39,18 +39,18 @@ class EngineScale:
         Raises:
             ApiProblem: The API server did not do it.
         """
-        known = self._store.workloads(key).get(Role.INFERENCE)
-        if snapshot.job is None or known is None or (known.applied_replicas and known.replicas == 0):
+        engines = self._store.workloads(key).get(Role.INFERENCE)
+        if snapshot.job is None or engines is None or (engines.applied_replicas and engines.replicas == 0):
             return  # the last are the engines of a job that was parked, until its objects are applied again
         replicas = snapshot.job.spec.inference.replicas
-        nearest = replicas.nearest(known.replicas)
-        if replicas.fixed or nearest == known.replicas:
+        nearest = replicas.nearest(engines.replicas)
+        if replicas.fixed or nearest == engines.replicas:
             return
         await self._set(key, nearest)
         before = snapshot.workloads.get(Role.INFERENCE)
-        if before is not None and before.replicas == known.replicas and not before.applied_replicas:
+        if before is not None and before.replicas == engines.replicas and not before.applied_replicas:
             note = (
-                f"{workload(key.name, Role.INFERENCE)} had {known.replicas} engines and is set to {nearest}: "
+                f"{workload(key.name, Role.INFERENCE)} had {engines.replicas} engines and is set to {nearest}: "
                 f"spec.inference.replicas allows {replicas.min} to {replicas.max}"
             )
             await self._events.announce(key, snapshot.uid, Notice("Warning", "EnginesOutOfRange", note))

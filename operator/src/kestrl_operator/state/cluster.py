@@ -297,11 +297,11 @@ def storage_of(job: AgentRLJob | SFTJob, cluster: Cluster) -> tuple[str, str | N
     Raises:
         UserInputError: Neither the job nor the cluster names storage that all of its pods can reach.
     """
-    own = job.spec.storage
-    uri = own.uri or cluster.storage.uri
+    storage = job.spec.storage
+    uri = storage.uri or cluster.storage.uri
     # A key of the cluster's Secret would be taken in place of the identity that the job names.
-    is_own = own.uri or own.service_account
-    secret = own.secret_ref.name if own.secret_ref else None if is_own else cluster.storage.secret
+    is_own = storage.uri or storage.service_account
+    secret = storage.secret_ref.name if storage.secret_ref else None if is_own else cluster.storage.secret
     if uri is None:
         raise UserInputError(
             "spec.storage.uri: is required, since this cluster has no default (the chart's jobs.storage.uri); name "
@@ -320,8 +320,8 @@ def identity_of(job: AgentRLJob | SFTJob, namespace: str, cluster: Cluster) -> S
     Raises:
         UserInputError: The administrator does not list it for jobs of this namespace.
     """
-    own = job.spec.storage
-    name = own.service_account or (None if own.uri or own.secret_ref else cluster.storage.service_account)
+    storage = job.spec.storage
+    name = storage.service_account or (None if storage.uri or storage.secret_ref else cluster.storage.service_account)
     if name is None:
         return None
     listed = [each for each in cluster.service_accounts if not each.namespaces or namespace in each.namespaces]

@@ -142,8 +142,8 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
 
 def _judge(job: AgentRLJob, site: Site) -> Component:
     spec = job.spec
-    own = engine_servers(spec, site) if uses_own_engines(spec) else ()
-    ruler, correctness = ruler_entry(spec, own), correctness_entry(spec, own)
+    servers = engine_servers(spec, site) if uses_own_engines(spec) else ()
+    ruler, correctness = ruler_entry(spec, servers), correctness_entry(spec, servers)
     judges = ruler is not None or correctness is not None
     settings = JudgeSettings.model_validate(
         {

@@ -165,61 +165,61 @@ def _convert(given: Mapping[str, Any], context: _Context, path: tuple[str, ...])
     node = _resolved(given, context.definitions)
     if "anyOf" in node:
         return _union(node, context, path)
-    made: dict[str, Any] = {name: node[name] for name in KEPT if name in node}
+    converted: dict[str, Any] = {name: node[name] for name in KEPT if name in node}
     if "const" in node:
-        made |= {"type": "string", "enum": [node["const"]]}
+        converted |= {"type": "string", "enum": [node["const"]]}
     if "exclusiveMinimum" in node:
-        made |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
+        converted |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     if "exclusiveMaximum" in node:
-        made |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
-    _complete(made, node, context, path)
-    default = _default(node, made, path)
+        converted |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
+    _complete(converted, node, context, path)
+    default = _default(node, converted, path)
     if default is not None:
-        made["default"] = default
+        converted["default"] = default
     rules = context.rules.get(path)
     if rules:
-        made["x-kubernetes-validations"] = list(rules)
-    return made
+        converted["x-kubernetes-validations"] = list(rules)
+    return converted
 
 
-def _complete(made: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
+def _complete(converted: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
     """Adds contents and bounds according to the type of the node."""
-    kind = made.get("type")
+    kind = converted.get("type")
     if kind == "object":
-        _fill_object(made, node, context, path)
+        _fill_object(converted, node, context, path)
     elif kind == "array":
-        made["items"] = _convert(node.get("items", {}), context, (*path, "[]"))
-        made.setdefault("maxItems", LONGEST_LIST)
-    elif kind == "string" and "enum" not in made:
-        made.setdefault("maxLength", LONGEST_STRING)
+        converted["items"] = _convert(node.get("items", {}), context, (*path, "[]"))
+        converted.setdefault("maxItems", LONGEST_LIST)
+    elif kind == "string" and "enum" not in converted:
+        converted.setdefault("maxLength", LONGEST_STRING)
         if path[:3] == ("spec", "rollout", "deadlines"):
-            made["pattern"] = DURATION_UNITS
+            converted["pattern"] = DURATION_UNITS
     elif kind is None:
-        made["x-kubernetes-preserve-unknown-fields"] = True  # any JSON value: a tool's own configuration
+        converted["x-kubernetes-preserve-unknown-fields"] = True  # any JSON value: a tool's own configuration
 
 
-def _fill_object(made: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
+def _fill_object(converted: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
     properties: Mapping[str, Any] | None = node.get("properties")
     if properties is not None:
-        made["properties"] = {name: _convert(inner, context, (*path, name)) for name, inner in properties.items()}
+        converted["properties"] = {name: _convert(inner, context, (*path, name)) for name, inner in properties.items()}
         if node.get("required"):
-            made["required"] = node["required"]
+            converted["required"] = node["required"]
         return
     inner: Any = node.get("additionalProperties")
     if isinstance(inner, Mapping):
-        made["additionalProperties"] = _convert(inner, context, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
-        made["maxProperties"] = LARGEST_MAP
+        converted["additionalProperties"] = _convert(inner, context, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
+        converted["maxProperties"] = LARGEST_MAP
     else:
-        made["x-kubernetes-preserve-unknown-fields"] = True
+        converted["x-kubernetes-preserve-unknown-fields"] = True
 
 
 def _union(node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
     """Converts `X | None` to an optional X; other unions have no structural schema."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
     outer = {name: node[name] for name in ("description",) if name in node}
-    made = _convert(kinds[0], context, path) if len(kinds) == 1 else _any_of(kinds)
-    default = _default(node, made, path)
-    return {**made, **outer, **({} if default is None else {"default": default})}
+    converted = _convert(kinds[0], context, path) if len(kinds) == 1 else _any_of(kinds)
+    default = _default(node, converted, path)
+    return {**converted, **outer, **({} if default is None else {"default": default})}
 
 
 def _any_of(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -228,16 +228,16 @@ def _any_of(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"x-kubernetes-preserve-unknown-fields": True, **bounds}
 
 
-def _default(node: Mapping[str, Any], made: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _default(node: Mapping[str, Any], converted: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     """Default for the API server to fill in, or None. A status has observations only, and no defaults."""
     default = node.get("default")
     if default is None or path[0] == "status":
         return None
-    if made.get("type") == "object":
+    if converted.get("type") == "object":
         # Written out in full, since the API server evaluates rules on the default as it is.
-        properties: Mapping[str, Mapping[str, Any]] = made.get("properties", {})
+        properties: Mapping[str, Mapping[str, Any]] = converted.get("properties", {})
         return {name: inner["default"] for name, inner in properties.items() if "default" in inner}
-    if made.get("type") == "string" and isinstance(default, int | float):
+    if converted.get("type") == "string" and isinstance(default, int | float):
         return format_duration(float(default))  # seconds in the models, 30s in the manifest
     return default
 

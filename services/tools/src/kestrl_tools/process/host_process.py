@@ -222,8 +222,8 @@ def _variables(sources: str | None, *, ours: bool) -> dict[str, str]:
     """
     if ours:
         return variables_without_ours()
-    kept = kept_variables()
+    variables = kept_variables()
     if sources is None:
-        return kept
+        return variables
     link_sources(Path(sources))
-    return {**kept, "PYTHONPATH": sources, "PYTHONUNBUFFERED": "1"}
+    return {**variables, "PYTHONPATH": sources, "PYTHONUNBUFFERED": "1"}

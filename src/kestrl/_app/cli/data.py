@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,15 @@ Packages = Annotated[
 PythonOption = Annotated[
     str | None,
     typer.Option(help="Version of Python: the manifest's python.version.", show_default="that of KestRL"),
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        help="Name of a variable of this shell that the code of the tasks gets, several times. Beside these it has "
+        "PATH, HOME and the locale.",
+        show_default=False,
+    ),
 ]
 
 
@@ -130,6 +140,7 @@ def reasoning_gym(
     ] = "{}",
     package: Packages = None,
     python: PythonOption = None,
+    env: EnvOption = None,
 ) -> None:
     """List tasks of a generator of reasoning-gym as rows, each with its digest."""
     gym = {"generator": generator, "config": _settings(config)}
@@ -137,7 +148,7 @@ def reasoning_gym(
     assert environment.reasoning_gym is not None
     interpreter = interpreter_of(environment, field="--package")
     listing = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
-    rows = listed_rows(str(interpreter), listing, field=f"GENERATOR {generator}")
+    rows = listed_rows(str(interpreter), listing, field=f"GENERATOR {generator}", variables=_variables(env))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -155,13 +166,17 @@ def verifiers(
     ] = "{}",
     package: Packages = None,
     python: PythonOption = None,
+    env: EnvOption = None,
 ) -> None:
     """List tasks of a task set of verifiers as rows, each with its digest."""
     settings = {"taskset": _settings(config)}
     environment = _environment("verifiers", {"taskset": taskset, "config": settings}, package, python)
     interpreter = interpreter_of(environment, field="--package")
     listing = {"taskset": taskset, "settings": settings["taskset"], "size": size}
-    rows = listed_rows(str(interpreter), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),))
+    variables = _variables(env)
+    rows = listed_rows(
+        str(interpreter), listing, field=f"TASKSET {taskset}", python_path=(Path.cwd(),), variables=variables
+    )
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -180,6 +195,7 @@ def openenv(
     size: Annotated[int | None, typer.Option(min=1, help="Number of tasks, the first ones. Default: all.")] = None,
     package: Packages = None,
     python: PythonOption = None,
+    env: EnvOption = None,
 ) -> None:
     """List tasks that a server of OpenEnv offers as rows, each with its digest."""
     running = server.startswith(("http://", "https://"))
@@ -187,7 +203,10 @@ def openenv(
     assert environment.openenv is not None
     interpreter = sys.executable if running else interpreter_of(environment, field="--package")
     listing = {"openenv": environment.openenv.model_dump(), "split": split, "size": size}
-    rows = listed_rows(str(interpreter), listing, field=f"SERVER {server}", python_path=(Path.cwd(),))
+    variables = _variables(env)
+    rows = listed_rows(
+        str(interpreter), listing, field=f"SERVER {server}", python_path=(Path.cwd(),), variables=variables
+    )
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")
 
@@ -197,6 +216,18 @@ def _settings(config: str) -> Any:
         return json.loads(config)
     except ValueError as error:
         raise UserInputError(f"--config: is no JSON: {error}") from error
+
+
+def _variables(names: list[str] | None) -> dict[str, str]:
+    """Variables of this process by name.
+
+    Raises:
+        UserInputError: One is not set.
+    """
+    missing = [name for name in names or () if name not in os.environ]
+    if missing:
+        raise UserInputError(f"--env {missing[0]}: the variable is not set")
+    return {name: os.environ[name] for name in names or ()}
 
 
 def _environment(kind: str, fields: dict[str, Any], packages: list[str] | None, version: str | None) -> Environment:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kestrl._app.interpreters.places import without_python
 from kestrl._shared.environments import link_sources
+from kestrl._shared.processes.guarded import GuardedProcess, ending, kept_variables
 from kestrl.errors import UserInputError
 
 MODULE = "kestrl_tools.environments.listing"
@@ -21,15 +21,21 @@ MARK = "error: "
 
 
 def listed_rows(
-    python: str, wanted: Mapping[str, Any], *, field: str, python_path: Sequence[Path] = ()
+    python: str,
+    wanted: Mapping[str, Any],
+    *,
+    field: str,
+    python_path: Sequence[Path] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of a request, listed in an interpreter.
+    """The rows of a request, listed in an interpreter by code of others, which inherits no credential.
 
     Args:
         python: The interpreter.
         wanted: The request.
         field: What the request is named, for messages.
         python_path: Folders with the user's code.
+        variables: Environment variables beside `KEPT_VARIABLES`.
 
     Raises:
         UserInputError: The tasks cannot be listed.
@@ -39,21 +45,39 @@ def listed_rows(
         sources = folder / "sources"
         sources.mkdir()
         link_sources(sources)
-        try:
-            ended = subprocess.run(  # noqa: S603 - an interpreter that we made
-                [python, "-m", MODULE, "--out", str(out)],
-                input=json.dumps(wanted),
-                env={**without_python(os.environ), "PYTHONPATH": os.pathsep.join(map(str, (sources, *python_path)))},
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise UserInputError(f"{field}: its tasks were not listed within {SECONDS:g} s; ask for fewer") from error
-        if ended.returncode != 0:
-            lines = ended.stderr.strip().splitlines() or [f"it ended with status {ended.returncode}"]
+        paths = os.pathsep.join(map(str, (sources, *python_path)))
+        status, errors = _ended(
+            [python, "-m", MODULE, "--out", str(out)],
+            json.dumps(wanted),
+            {**kept_variables(), **(variables or {}), "PYTHONPATH": paths},
+            folder,
+            field,
+        )
+        if status != 0:
+            lines = errors.strip().splitlines() or [f"it ended with {ending(status)}"]
             raise UserInputError(f"{field}: its tasks cannot be listed: {lines[-1].removeprefix(MARK)}")
         return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def _ended(
+    command: Sequence[str], text: str, variables: Mapping[str, str], folder: Path, field: str
+) -> tuple[int, str]:
+    """Exit status and errors of a program, of which nothing runs any more.
+
+    Raises:
+        UserInputError: It did not end within `SECONDS`.
+    """
+    wanted, log = folder / "wanted.json", folder / "errors"
+    wanted.write_text(text, encoding="utf-8")
+    with wanted.open("rb") as stdin, log.open("wb") as errors:
+        program = GuardedProcess.start(
+            command, variables=variables, stdin=stdin, stdout=subprocess.DEVNULL, stderr=errors, folder=folder
+        )
+    try:
+        status = program.wait(SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise UserInputError(f"{field}: its tasks were not listed within {SECONDS:g} s; ask for fewer") from error
+    finally:
+        program.release()
+        program.wait()
+    return status, log.read_text(encoding="utf-8", errors="replace")

@@ -65,8 +65,6 @@ class Browser:
         """Texts of dialogs that pages opened."""
         self.problems = list[str]()
         """Errors of scripts, and what the Content Security Policy refused."""
-        self.typed = ""
-        """What is typed into the next dialog."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -108,6 +106,10 @@ class Browser:
         code = {"Enter": 13, "Tab": 9, " ": 32}.get(key, ord(key[0].upper()))
         self.send("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
         self.send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+    def type(self, text: str) -> None:
+        """Types a text where the focus is."""
+        self.send("Input.insertText", text=text)
 
     def run(self, script: str) -> Any:
         """What a script of the test returns, awaited if it is a promise."""
@@ -173,7 +175,7 @@ class Browser:
         match message.get("method"):
             case "Page.javascriptDialogOpening":
                 self.dialogs.append(event["message"])
-                self._post("Page.handleJavaScriptDialog", {"accept": True, "promptText": self.typed})
+                self._post("Page.handleJavaScriptDialog", {"accept": True})
             case "Network.requestWillBeSent":
                 self.requested.append(event["request"]["url"])
             case "Runtime.exceptionThrown":

@@ -140,9 +140,11 @@ def test_keys_move_fold_search_and_label(browser: Browser, site: str, runs: Path
     browser.press("Enter")
     assert browser.run("document.activeElement.parentElement.open") is not unfolded
     browser.run("document.querySelectorAll('details').forEach((each) => { each.open = false; })")
-    browser.typed = "7 BOXES"
     browser.press("/")
-    assert browser.dialogs == ["Search in the page"]
+    browser.type("7 BOXES")
+    browser.press("Enter")
+    assert browser.run("getSelection().toString()") == "7 boxes"
+    assert not browser.dialogs
     opened = browser.run("[...document.querySelectorAll('details[open]')].map((each) => each.textContent)")
     assert opened
     assert all("7 boxes" in each for each in opened)
@@ -166,6 +168,31 @@ def test_keys_are_text_in_a_field(browser: Browser, site: str, runs: Path) -> No
         browser.press(key)
     assert browser.run("document.querySelector('input[name=note]').value") == "jyn/"
     assert not read_labels(open_store(str(runs / "job-1")))
+    browser.run("document.activeElement.blur()")
+    browser.press("/")
+    for key in ("j", "Escape"):
+        browser.press(key)
+    assert browser.run("document.querySelector('form.search').hidden")
+
+
+def test_a_page_is_not_loaded_again_while_something_is_typed(
+    browser: Browser, serve: Callable[..., str], runs: Path
+) -> None:
+    browser.open(serve((runs / "job-1").as_uri()))
+    browser.hold_fetches()
+    browser.open(browser.run("location.origin") + "/runs/job-1")
+    files = runs / "job-1" / "episodes" / "train"
+    (files / "step=000003.parquet").write_bytes((files / "step=000002.parquet").read_bytes())
+    fetch = browser.held_fetch()
+    browser.press("/")
+    browser.type("count")
+    browser.let_go(fetch)
+    fetch = browser.held_fetch()
+    assert browser.run("document.activeElement.value") == "count"
+    browser.press("Escape")
+    browser.let_go(fetch)
+    browser.loaded()
+    assert browser.run("document.querySelector('a.item').innerText") == "3"
 
 
 @pytest.mark.parametrize("polls", [0, 2])

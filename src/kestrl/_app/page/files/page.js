@@ -9,14 +9,29 @@ function move(by) {
   if (next) next.focus();
 }
 
+const searching = document.querySelector("form.search");
+const field = searching.querySelector("input");
+
 function search() {
-  const wanted = window.prompt("Search in the page");
-  if (!wanted) return;
+  searching.hidden = false;
+  field.select();
+}
+
+function find(wanted) {
+  field.blur(); // the browser would find the text of the field itself
   for (const each of document.querySelectorAll("details")) {
     if (each.textContent.toLowerCase().includes(wanted.toLowerCase())) each.open = true;
   }
-  window.find(wanted);
+  window.find(wanted, false, false, true);
 }
+
+searching.addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (field.value) find(field.value);
+});
+field.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") searching.hidden = true;
+});
 
 function label(choice) {
   const button = document.querySelector(`form.label button[value=${choice}]`);
@@ -49,7 +64,9 @@ if (seconds) {
     try {
       const answer = await fetch(location.href, { credentials: "same-origin" });
       const stored = new DOMParser().parseFromString(await answer.text(), "text/html");
-      if (answer.ok && content(stored) !== shown) return location.reload();
+      // What is being typed would be lost.
+      const typing = document.activeElement.matches("input");
+      if (answer.ok && !typing && content(stored) !== shown) return location.reload();
     } catch {
       // The server was stopped; it may come back.
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from kestrl._app.checks.manifests import ReadManifest, check_manifest
+from kestrl._app.checks.needs import cpu_parts, job_disk, set_up
 from kestrl._app.checks.sft import device_environment
 from kestrl._app.engines.interpreter import engine_build, installed_engine
 from kestrl._app.engines.variables import sockets_note
@@ -74,8 +75,10 @@ def examine(read: ReadManifest | None, *, runs: Path) -> Iterator[Finding]:
     yield from accelerator(job)
     yield from code_sandbox(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
-    opened = partial(open_storage, job, base)
-    yield _tried("storage", lambda: storage(storage_root(job, base) or file_uri(runs), opened))
+    opened, place = partial(open_storage, job, base), storage_root(job, base) or file_uri(runs)
+    yield _tried("storage", lambda: storage(place, opened))
+    yield from disk(job, base, place)
+    yield Finding(name="set-up", status=set_up(job, runs))
     yield named(read)
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
@@ -85,8 +88,23 @@ def _examine_sft(read: ReadManifest, job: SFTJob, runs: Path) -> Iterator[Findin
     yield parts(["kestrl-learner"])
     yield _tried("accelerator", lambda: ", ".join(device_environment(job).values()) or job.spec.learner.device)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=read.base))
-    yield _tried("storage", lambda: storage(job.spec.storage.uri or file_uri(runs), open_store))
+    place = job.spec.storage.uri or file_uri(runs)
+    yield _tried("storage", lambda: storage(place, open_store))
+    yield from disk(job, read.base, place)
     yield named(read)
+
+
+def disk(job: AgentRLJob | SFTJob, base: Path, place: str) -> Iterator[Finding]:
+    """What the job writes, and whether the disk holds it; nothing where the model does not exist, which is a finding of
+    its own.
+    """
+    try:
+        model = locate_model(job.spec.model.base, base=base)
+    except UserInputError:
+        return
+    folder = nearest_folder(local_path(place)) if is_local(place) else None
+    status, fix = job_disk(job, model, folder)
+    yield Finding(name="disk", status=status, fix=fix)
 
 
 def _job_of(read: ReadManifest) -> tuple[AgentRLJob, Path]:
@@ -202,7 +220,7 @@ def accelerator(job: AgentRLJob) -> Iterator[Finding]:
     """The devices of this machine, which components use them, and whether they can compute in the job's dtype."""
     needs = tuple(device_needs(job.spec))
     if not needs:
-        yield Finding(name="accelerator", status="none requested")
+        yield Finding(name="accelerator", status=cpu_parts(job, len(os.sched_getaffinity(0))))
         return
     try:
         devices = local_devices(job)

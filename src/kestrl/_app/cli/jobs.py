@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, EnginePython, Manifest, Overrides, Runs, Verbose, with_engine
 from kestrl._shared.conventions import EXIT_INPUT, LEVEL_VARIABLE
 from kestrl._shared.spec import job_schema, read_job
-from kestrl.errors import UserInputError
+from kestrl.errors import UserInputError, problems_of
 from kestrl.terminal import safe_line
 
 if TYPE_CHECKING:
@@ -95,9 +95,14 @@ def validate(
     SFTJobs and Thresholds are checked too, with the jobs that a Threshold names.
     """
     from kestrl._app.checks.manifests import check_manifest, read_manifest
+    from kestrl._app.local.findings import Findings
 
-    read = read_manifest(manifest, with_engine(set_, engine_python))
-    findings = check_manifest(read, data=data, model=model)
+    try:
+        findings = check_manifest(read_manifest(manifest, with_engine(set_, engine_python)), data=data, model=model)
+    except UserInputError as error:
+        if not print_json:
+            raise
+        findings = Findings(problems=list(problems_of(error)))
     if print_json:
         typer.echo(json.dumps(findings.as_json(), indent=2))
         raise typer.Exit(EXIT_INPUT if findings.problems else 0)
@@ -203,13 +208,20 @@ def doctor(
     engine_python: EnginePython = None,
 ) -> None:
     """Check whether this machine can run a job and report what is missing. Exit code 2 if anything is."""
-    from kestrl._app.checks.doctor import examine
+    from kestrl._app.checks.doctor import Finding, examine
     from kestrl._app.checks.manifests import read_manifest
     from kestrl._app.error_text import error_lines
 
     if manifest is None and engine_python is not None:
         raise UserInputError("--engine-python belongs to a manifest; give one, too")
-    read = None if manifest is None else read_manifest(manifest, with_engine(set_, engine_python))
+    try:
+        read = None if manifest is None else read_manifest(manifest, with_engine(set_, engine_python))
+    except UserInputError as error:
+        if not print_json:
+            raise
+        unread = Finding(name="job", status="unusable", fix="\n".join(problems_of(error)))
+        typer.echo(json.dumps([asdict(unread)], indent=2))
+        raise typer.Exit(EXIT_INPUT) from error
     missing = False
     if print_json:
         findings = list(examine(read, runs=runs))

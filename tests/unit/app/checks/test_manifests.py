@@ -105,3 +105,13 @@ def test_findings_are_printed_as_json_with_the_same_exit_code(tmp_path: Path) ->
     assert (done.exit_code, json.loads(done.output)["valid"]) == (2, False)
     findings = {each["name"]: each for each in json.loads(run("doctor", path, "--json", "--runs", str(tmp_path)))}
     assert findings["job"]["fix"].startswith("spec.data.train.uri: ")
+
+
+@pytest.mark.parametrize("command", ["validate", "doctor"])
+def test_a_file_that_is_no_manifest_is_a_problem_in_json(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("a: [b\n")
+    done = CliRunner().invoke(app, [command, str(path), "--json"])
+    printed = json.loads(done.output)
+    problem = printed["problems"][0] if command == "validate" else printed[0]["fix"]
+    assert (done.exit_code, problem.partition(": while")[0]) == (2, f"{path}: not YAML")

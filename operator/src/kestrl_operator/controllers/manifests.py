@@ -17,7 +17,7 @@ from kestrl_operator.credentials import derive
 from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import preparation
 from kestrl_operator.state.accelerators import Node, unsatisfiable
-from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, site_of, storage_of
+from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, placed_file, site_of, storage_of
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
@@ -56,6 +56,7 @@ class Manifests:
         _check_interpreter(job)
         _check_environment(job)
         _check_telemetry(job)
+        _check_files(job)
         for role in (Role.LEARNER, Role.ROLLOUT):
             check_addresses(preparation(job, role))
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
@@ -215,6 +216,16 @@ def _check_environment(job: AgentRLJob) -> None:
             "spec.environment.image: is required on a cluster, where pods install nothing: an image with the "
             "environment, its requirements and a python3"
         )
+
+
+def _check_files(job: AgentRLJob) -> None:
+    """Refuses files that are on one machine; raises `UserInputError`."""
+    for index, file in enumerate(job.spec.data.files):
+        if placed_file(file.uri) is None:
+            raise UserInputError(
+                f"spec.data.files[{index}].uri: {file.uri!r} is a place on one machine; on a cluster name "
+                "s3://BUCKET/PATH#sha256=DIGEST, gs://... or az://..."
+            )
 
 
 def _check_telemetry(job: AgentRLJob) -> None:

@@ -17,6 +17,7 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import API_VERSION
 from kestrl_operator.render import network
 from kestrl_operator.render.environments import PACKAGED, with_environment
+from kestrl_operator.render.files import claims, file_sources, with_files
 from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.patching import PodPatch, patched
 from kestrl_operator.render.pod_defaults import with_pod_defaults
@@ -61,7 +62,7 @@ SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"
 AGENT_PACKAGES = ("kestrl", "kestrl_rollout")
 """What runs an agent in the user's image."""
-STATEFUL = (Role.INFERENCE, Role.RANKS, Role.LEARNER)
+STATEFUL = (Role.INFERENCE, Role.FILES, Role.RANKS, Role.LEARNER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,7 @@ class Given:
         by_role = {
             Role.INFERENCE: images.agent,
             Role.ROLLOUT: images.rollout,
+            Role.FILES: images.rollout,
             Role.TOOLS: images.tools,
             Role.JUDGE: images.judge,
         }
@@ -219,6 +221,8 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     template = spec.agent.template
     if role is Role.AGENT:
         return PrepareSettings(packages=AGENT_PACKAGES, packages_target=PACKAGES)
+    if role is Role.FILES:
+        return PrepareSettings(files=file_sources(spec), fetches=True)
     return PrepareSettings(
         model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
@@ -227,6 +231,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         seed=spec.data.seed,
         template=template.uri if template is not None and role is Role.ROLLOUT else None,
         template_target=f"{DATA}/template.jinja",
+        files=file_sources(spec) if role is Role.TOOLS else (),
         packages=PACKAGED if role is Role.TOOLS and spec.environment is not None else (),
         packages_target=PACKAGES,
     )
@@ -259,7 +264,7 @@ def _of_role(given: Given, role: Role) -> Iterator[Object]:
 
 def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
     profile, selector = given.profile(role), network.selector(given.name, role)
-    claims = claims_of(given.job, role)
+    mounted = claims_of(given.job, role)
     parts = [component for kind in _inside(role) for component in given.of(kind)[:1]]
     containers = [
         container(
@@ -269,7 +274,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
             given.cluster,
             given.profile(part.role) if part.role is not Role.INFERENCE else given.cluster.profile("cpu"),
             given.store,
-            claims,
+            mounted,
         )
         for part in parts
     ]
@@ -283,7 +288,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         labels={**labels(given.name, role), **selector, UID_LABEL: given.uid},
         annotations=_annotations(given, role, read),
         store=given.store if role in network.EGRESS_ROLES else None,
-        claims=claims,
+        claims=mounted,
         entries={name: entry for part in parts for name, entry in part.user_secrets.items()},
         runtime_class=runtime_class_of(given.job, role, given.cluster) if role in SANDBOXED else profile.runtime_class,
         preparing_image=given.image(Role.ROLLOUT if role is Role.AGENT else role),
@@ -293,6 +298,8 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
     environment = given.job.spec.environment
     if role is Role.TOOLS and environment is not None:
         pods = with_environment(pods, environment, given.cluster)
+    if role in {Role.FILES, Role.TOOLS} and given.job.spec.data.files:
+        pods = with_files(pods, given.name, role)
     if given.identity is not None and uses_storage(given.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
         pods = with_identity(pods, given.identity, users)
@@ -304,9 +311,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}
-    if role is Role.LEARNER:
-        spec["volumeClaimTemplates"] = [_claim(given)]
-        spec["persistentVolumeClaimRetentionPolicy"] = {"whenDeleted": "Delete", "whenScaled": "Retain"}
+    spec |= claims(given.job.spec, role, given.cluster)
     return spec
 
 
@@ -353,20 +358,13 @@ def claims_in(reads: PrepareSettings) -> list[str]:
 
 
 def _addresses(reads: PrepareSettings) -> list[ParseResult]:
-    addresses = [reads.model, reads.template, *(item.uri for item in reads.data)]
+    fetched = [item.address for item in reads.files] if reads.fetches else []
+    addresses = [reads.model, reads.template, *(item.uri for item in reads.data), *fetched]
     return [urlparse(address) for address in addresses if address]
 
 
 def _inside(role: Role) -> tuple[Role, ...]:
     return (Role.ENGINE, Role.INFERENCE) if role is Role.INFERENCE else (role,)
-
-
-def _claim(given: Given) -> Object:
-    state = given.cluster.learner_state
-    spec: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": state.size}}}
-    if state.storage_class is not None:
-        spec["storageClassName"] = state.storage_class
-    return {"metadata": {"name": "state"}, "spec": spec}
 
 
 def labels(job: str, role: Role | None = None) -> dict[str, str]:

@@ -19,13 +19,14 @@ from kestrl.errors import UserInputError
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
 
 Object = dict[str, Any]
-ROLES = (Role.INFERENCE, Role.TOOLS, Role.JUDGE, Role.AGENT, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
+ROLES = (Role.INFERENCE, Role.FILES, Role.TOOLS, Role.JUDGE, Role.AGENT, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
 """Roles with pods of their own in any job."""
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles addressed pod by pod, through a headless Service."""
 CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.INFERENCE: (Role.LEARNER, Role.ROLLOUT),
     Role.TOOLS: (Role.ROLLOUT,),
+    Role.FILES: (),
     Role.JUDGE: (Role.ROLLOUT,),
     Role.ROLLOUT: (Role.LEARNER,),
     Role.AGENT: (Role.ROLLOUT,),
@@ -33,7 +34,7 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.RANKS: (),
 }
 """Callers of each role. The operator, which calls the learner for its progress, is allowed by its own label."""
-EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
+EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT, Role.FILES})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
 SANDBOX_LABEL = "kestrl.dev/sandbox"
@@ -46,6 +47,7 @@ def roles_of(spec: JobSpec) -> tuple[Role, ...]:
     absent = {
         *(() if has_rank_pods(spec) else (Role.RANKS,)),
         *(() if spec.agent.image is not None else (Role.AGENT,)),
+        *(() if spec.data.files else (Role.FILES,)),
     }
     return tuple(role for role in ROLES if role not in absent)
 
@@ -65,6 +67,8 @@ def service(job: str, role: Role, *, sticky: bool = False) -> Object:
     """
     if role is Role.AGENT:
         return {"selector": selector(job, role), "ports": [{"name": "http", "port": AGENT_PORT}]}
+    if role is Role.FILES:
+        return {"selector": selector(job, role), "clusterIP": "None"}  # it serves nothing; a StatefulSet names one
     ports = [{"name": "grpc", "port": GRPC_PORT}, {"name": "metrics", "port": METRICS_PORT}]
     if role is Role.INFERENCE:
         ports.append({"name": "http", "port": HTTP_PORT})
@@ -238,7 +242,7 @@ def _ports(role: Role) -> list[Object]:
 
 def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
     metrics: Object = {"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}
-    rules = [] if role is Role.AGENT else [metrics]
+    rules = [] if role in {Role.AGENT, Role.FILES} else [metrics]
     sources = [_pods(job, caller) for caller in callers]
     if role is Role.LEARNER:
         sources.append({"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}})

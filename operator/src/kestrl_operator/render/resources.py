@@ -20,6 +20,7 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "rollout": {"cpu": "50m", "memory": "256Mi"},
     "agent": {"cpu": "50m", "memory": "256Mi"},
     "tools": {"cpu": "50m", "memory": "128Mi"},
+    "files": {"cpu": "10m", "memory": "32Mi"},
     "environment": {"cpu": "50m", "memory": "256Mi"},
     "judge": {"cpu": "50m", "memory": "128Mi"},
     "learner": {"cpu": "100m", "memory": "512Mi"},

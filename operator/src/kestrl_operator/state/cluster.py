@@ -19,7 +19,7 @@ from kestrl._shared.plan.site import Build, Endpoint, EngineService, Site
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
-from kestrl._shared.spec.scalars import Name
+from kestrl._shared.spec.scalars import Name, PinnedFile
 from kestrl._shared.spec.sft import SFTJob
 from kestrl._shared.spec.tools import Network
 from kestrl.errors import UserInputError
@@ -32,6 +32,8 @@ HOME = "/kestrl"
 """The folder in every pod with what `prepare` downloaded and, in the learner's, its state. The same in every pod,
 because data rows name files by path."""
 MODEL, DATA, WORK, STATE, SETTINGS = (f"{HOME}/{name}" for name in ("model", "data", "work", "state", "settings"))
+FILES = f"{HOME}/files"
+"""Folder of the volume with the files that tools read."""
 
 
 PACKAGES = f"{HOME}/packages"
@@ -135,7 +137,7 @@ class ApiServer(_Values):
 
 
 ContainerName = Literal[
-    "engine", "inference", "rollout", "agent", "tools", "environment", "judge", "learner", "prepare"
+    "engine", "inference", "rollout", "agent", "tools", "files", "environment", "judge", "learner", "prepare"
 ]
 """Containers of a job's pods; those of an SFTJob are `learner` and `prepare`."""
 
@@ -254,6 +256,7 @@ def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role,
     tools = {Role.TOOLS: 1 if spec.environment is None else spec.environment.replicas}
     ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
     agent = {} if spec.agent.image is None else {Role.AGENT: spec.agent.replicas}
+    files = {Role.FILES: 1} if spec.data.files else {}
     return {
         Role.INFERENCE: number,
         Role.ROLLOUT: spec.rollout.replicas,
@@ -261,6 +264,7 @@ def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role,
         **tools,
         **ranks,
         **agent,
+        **files,
     }
 
 
@@ -272,6 +276,12 @@ def workload(job: str, role: Role) -> str:
 def prepared(name: str, uri: str) -> str:
     """The path of a data set in every pod. The suffix names its format."""
     return f"{DATA}/{name}.{'parquet' if uri.endswith('.parquet') else 'jsonl'}"
+
+
+def placed_file(uri: str) -> str | None:
+    """The path of a file that tools read; None for one that pods cannot reach."""
+    pinned = PinnedFile.read(uri)
+    return None if pinned is None else pinned.place(FILES)
 
 
 def runtime_class_of(job: AgentRLJob, role: Role, cluster: Cluster) -> str | None:
@@ -372,6 +382,7 @@ def site_of(
         train=prepared("train", job.spec.data.train.uri),
         validation=prepared("validation", validation.uri) if validation else None,
         storage=storage,
+        files={each.uri: target for each in job.spec.data.files if (target := placed_file(each.uri)) is not None},
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
         engine_python=job.spec.inference.python,

@@ -22,7 +22,7 @@ from kestrl_operator.status.conditions import (
     Type,
 )
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
-from kestrl_operator.status.pods import ROLLING, pod_problem
+from kestrl_operator.status.pods import ROLLING, downloading, pod_problem
 from kestrl_operator.status.summary import distance, summed_up
 from kestrl_operator.status.waiting import stuck
 
@@ -268,7 +268,7 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
     if live is None and any(pod.ready for pod in snapshot.of(Role.LEARNER)):
         return _unknown(Type.ROLLOUTS_FLOWING, "the learner, which requests them, does not answer")
     if live is None or live.phase is RunPhase.STARTING:
-        return _false(Type.ROLLOUTS_FLOWING, "Starting")
+        return _false(Type.ROLLOUTS_FLOWING, "Starting", downloading(snapshot.of(Role.FILES), spec))
     if live.over or live.phase is RunPhase.DRAINING:
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
     if live.state.gauges.workers == 0:

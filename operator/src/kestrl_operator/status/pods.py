@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kestrl._shared.plan.components import Role
+from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.scalars import format_duration
 from kestrl_operator.state.snapshot import OUT_OF_MEMORY, Pod
 
-ROLLING = (Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
+ROLLING = (Role.FILES, Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
 """Roles without which no episode ends."""
 
 
@@ -42,3 +44,13 @@ def pod_problem(pods: Sequence[Pod], lost_nodes: Mapping[str, str]) -> PodProble
             reason = OUT_OF_MEMORY if item.reason == OUT_OF_MEMORY else ""
             return PodProblem(reason, f"{pod.name}: {item}{again}")
     return None
+
+
+def downloading(pods: Sequence[Pod], spec: JobSpec) -> str:
+    """What is said while the files that tools read are downloaded; empty once they are there."""
+    if not spec.data.files or any(pod.ready for pod in pods):
+        return ""
+    limit = format_duration(sum(file.timeout for file in spec.data.files))
+    many = f"{len(spec.data.files)} file{'s' * (len(spec.data.files) > 1)} of spec.data.files"
+    where = f"; `kubectl logs {pods[0].name} -c prepare` says how far it is" if pods else ""
+    return f"{many} of up to {spec.data.files_gib} GiB are downloaded within {limit}{where}"

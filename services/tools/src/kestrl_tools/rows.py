@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from kestrl._shared.environments import reset_arguments
+from kestrl._shared.plan.tools import NO_FILES, with_paths
+from kestrl._shared.spec.scalars import PinnedFile
 from kestrl.episode import Scenario
 from kestrl.errors import ToolFailure
 from kestrl.tools.provider import Kwargs
+from kestrl.tools.shapes import is_mapping
 from kestrl_tools.catalogue import Tool
 from kestrl_tools.environments.provider import is_environment
 
@@ -52,6 +55,38 @@ def row_kwargs(tools: Mapping[str, Tool], scenario: Scenario) -> Mapping[str, An
     if name is None:
         return scenario.tools_kwargs
     return {name: {"create_kwargs": reset_arguments(scenario)}}
+
+
+def placed(
+    kwargs: Mapping[str, Any], files: Mapping[str, str] = NO_FILES, absent: Collection[str] = ()
+) -> Mapping[str, Any]:
+    """What a row sets, with paths in place of the uris of files.
+
+    Args:
+        kwargs: The row's entries by name.
+        files: Paths by uri.
+        absent: Uris of files that a check does not have.
+
+    Raises:
+        ToolFailure: A row names a file that the manifest does not list.
+    """
+    known = {*files, *absent}
+    return {name: _placed(name, entry, files, known) for name, entry in kwargs.items()}
+
+
+def _placed(name: str, entry: Any, files: Mapping[str, str], known: Collection[str]) -> Any:
+    if not is_mapping(entry):
+        return entry
+    changed: dict[str, Any] = {}
+    for which, arguments in entry.items():
+        for each in arguments.values() if is_mapping(arguments) else ():
+            if isinstance(each, str) and each not in known and PinnedFile.read(each) is not None:
+                raise ToolFailure(
+                    f"{name}: {each} is not one of spec.data.files; list it there, with its size",
+                    code="tool_kwargs_invalid",
+                )
+        changed[str(which)] = with_paths(arguments, files) if is_mapping(arguments) else arguments
+    return changed
 
 
 def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: Mapping[str, Any]) -> None:

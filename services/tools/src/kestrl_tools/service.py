@@ -27,7 +27,13 @@ async def run_tools(settings: ToolsSettings, *, until: Awaitable[object] | None 
     contain_user_tasks()
     threads = ToolThreads()
     async with loaded(settings.tools, threads, folder=next(iter(settings.python_path), None)) as tools:
-        sessions = Sessions(tools, threads, call_seconds=settings.call_seconds, max_sessions=settings.max_sessions)
+        sessions = Sessions(
+            tools,
+            threads,
+            call_seconds=settings.call_seconds,
+            max_sessions=settings.max_sessions,
+            files=settings.files,
+        )
         observe(Metric.SESSIONS, lambda: len(sessions))
         observe(Metric.TOOL_SERVERS_UNAVAILABLE, lambda: unavailable(tools))
         observe(Metric.HANGING, lambda: Counter(threads.hanging()))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+from kestrl._shared.plan.tools import NO_FILES
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import CallOutcome
@@ -25,7 +26,7 @@ from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider
 from kestrl_tools.catalogue import Tool, server_digests
 from kestrl_tools.environments.provider import environment_failures, is_environment
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
-from kestrl_tools.rows import check_names, given
+from kestrl_tools.rows import check_names, given, placed
 from kestrl_tools.tool_threads import ToolThreads
 
 log = logging.getLogger(__name__)
@@ -78,9 +79,16 @@ class Sessions:
     """The sessions of the service."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], threads: ToolThreads, *, call_seconds: float, max_sessions: int
+        self,
+        tools: Mapping[str, Tool],
+        threads: ToolThreads,
+        *,
+        call_seconds: float,
+        max_sessions: int,
+        files: Mapping[str, str] = NO_FILES,
     ) -> None:
         self._tools = tools
+        self._files = files
         self._digests = server_digests(tools)
         self._threads = threads
         self._call_seconds = call_seconds
@@ -196,8 +204,9 @@ class Sessions:
             )
         wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
         with _naming(episode_id):
-            check_names(self._tools, wanted, opening.kwargs)
-        making = asyncio.create_task(self._make(episode_id, wanted, opening.kwargs), name=f"open-{episode_id}")
+            kwargs = placed(opening.kwargs, self._files)
+            check_names(self._tools, wanted, kwargs)
+        making = asyncio.create_task(self._make(episode_id, wanted, kwargs), name=f"open-{episode_id}")
         timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
         session = self._open[session_id] = Session(session_id, episode_id, making, timer)
         making.add_done_callback(partial(self._made_or_gone, session))

@@ -15,6 +15,7 @@ from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.load import file_kind
 from kestrl._shared.spec.sft import SFTJob, read_sft_job
 from kestrl._shared.spec.threshold import Threshold, read_threshold
+from kestrl.errors import UserInputError, problems_of
 
 Manifest = AgentRLJob | SFTJob | Threshold
 
@@ -42,6 +43,11 @@ def read_manifest(path: Path, overrides: Sequence[str]) -> ReadManifest:
     if kind == Threshold.__name__:
         return ReadManifest(read_threshold(path), base, given)
     return ReadManifest(read_job(path, given), base, given)
+
+
+def refused(error: UserInputError) -> Findings:
+    """The findings of a manifest that cannot be read."""
+    return Findings(problems=list(problems_of(error)))
 
 
 def check_manifest(read: ReadManifest, *, data: bool, model: bool, engine: bool | None = None) -> Findings:

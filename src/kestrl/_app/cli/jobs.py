@@ -94,15 +94,14 @@ def validate(
 
     SFTJobs and Thresholds are checked too, with the jobs that a Threshold names.
     """
-    from kestrl._app.checks.manifests import check_manifest, read_manifest
-    from kestrl._app.local.findings import Findings
+    from kestrl._app.checks.manifests import check_manifest, read_manifest, refused
 
     try:
         findings = check_manifest(read_manifest(manifest, with_engine(set_, engine_python)), data=data, model=model)
     except UserInputError as error:
         if not print_json:
             raise
-        findings = Findings(problems=list(problems_of(error)))
+        findings = refused(error)
     if print_json:
         typer.echo(json.dumps(findings.as_json(), indent=2))
         raise typer.Exit(EXIT_INPUT if findings.problems else 0)

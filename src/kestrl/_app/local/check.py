@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from kestrl._app.downloads import present_files
 from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.findings import Findings
 from kestrl._app.local.secrets import Secrets
@@ -192,6 +193,7 @@ class _Check:
             template=template,
             environment_python=python,
             agent_python=self._agent_python,
+            files=self._try(partial(present_files, self._job, self._base)) or {},
         )
 
     def _ask(
@@ -218,7 +220,10 @@ class _Check:
             secrets = Secrets(self._job, self._base).tools()
         except UserInputError as error:
             return Report({}, problems_of(error))
-        check = ToolsCheck(tools=settings, data=files)
+        absent = tuple(each.uri for each in self._job.spec.data.files if each.uri not in settings.files)
+        for uri in absent:
+            self._found.warnings.append(f"spec.data.files: {uri} is not here yet; what rows say of it is not checked")
+        check = ToolsCheck(tools=settings, data=files, absent=absent)
         environment = self._job.spec.environment
         if environment is None or environment.owns_loop:
             return self._ask("kestrl_tools.check", check, "spec.tools", seconds, secrets)

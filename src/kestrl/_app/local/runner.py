@@ -263,6 +263,8 @@ def run_job(
                 cache_dir=options.cache_dir,
                 devices=local_devices(job),
                 environment_python=interpreter_of(job.spec.environment),
+                opened=partial(open_storage, job, options.manifest_dir),
+                say=lambda line: console.print(line, soft_wrap=True, markup=False, highlight=False),
             )
             findings = check_job(job, base=options.manifest_dir, cache_dir=options.cache_dir, engine=True)
             findings.raise_problems()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kestrl._app.downloads import fetched_files, present_files, with_fetched_data
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_build, engine_python
 from kestrl._app.engines.variables import sockets_note, unused_variables
 from kestrl._app.interpreters import requirements
@@ -21,14 +23,16 @@ from kestrl._shared.plan.environments import environment_requirements
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.common import Model
 from kestrl._shared.plan.site import Endpoint, Site
-from kestrl._shared.plan.tools import runtime_class, sandbox_claim
+from kestrl._shared.plan.tools import NO_FILES, runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.environments import Environment
-from kestrl.data import locate_data
-from kestrl.data.locate import locate_model
+from kestrl.data.locate import locate_data, locate_model
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
+
+if TYPE_CHECKING:
+    from kestrl.storage import ObjectStore
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
@@ -202,14 +206,22 @@ def site_of(
     devices: Mapping[str, Sequence[LocalDevice]] | None,
     environment_python: str | None = None,
     installs: bool = True,
+    opened: Callable[[str], ObjectStore] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Site:
     """The site of a run on this machine, with the `reserved_ports` of its listeners and the `local_devices` of its
     profiles; without devices the plan assigns none, and without `installs` the agent has no interpreter of its own.
-    `environment_python` is the interpreter of the job's environment.
+    `environment_python` is the interpreter of the job's environment. With `opened`, which opens the store at an
+    address, data of object stores and files that tools read are downloaded; `say` takes lines on how far that is.
 
     Raises:
         UserInputError: The model, the data or the template cannot be found, or there are not enough devices.
     """
+    if opened is None:
+        files = present_files(job, manifest_dir)
+    else:
+        job = with_fetched_data(job, cache_dir, opened)
+        files = fetched_files(job, manifest_dir, opened, say)
     spec = job.spec
     model = locate_model(spec.model.base, base=manifest_dir)
     needs = tuple(device_needs(spec))
@@ -243,6 +255,7 @@ def site_of(
         engine_python=engine_python(spec.inference, manifest_dir),
         engine_path=str(run.path / ENGINE_FOLDER),
         environment_python=environment_python,
+        files=files,
         python_path=(str(manifest_dir.resolve()),),
         agent_python=agent_python(spec.agent) if installs else None,
         devices=None if devices is None else machine_devices(job, needs, devices, model=model, cache_dir=cache_dir),
@@ -267,6 +280,7 @@ def planned_settings(
     template: str | None,
     environment_python: str | None,
     agent_python: str | None = None,
+    files: Mapping[str, str] = NO_FILES,
 ) -> dict[Role, Model]:
     """Settings of each component as in a run, for a site without addresses."""
     site = Site(
@@ -281,6 +295,7 @@ def planned_settings(
         work_dir="",
         environment_python=environment_python,
         agent_python=agent_python,
+        files=files,
         python_path=(str(base.resolve()),),
     )
     return {item.role: item.settings for item in plan(job, site) if item.settings is not None}

@@ -22,6 +22,8 @@ class Role(StrEnum):
     AGENT = "agent"
     """The user's agent in pods of its own image, on a cluster."""
     TOOLS = "tools"
+    FILES = "files"
+    """What fetches the files that tools read, on a cluster."""
     JUDGE = "judge"
     LEARNER = "learner"
     RANKS = "ranks"

@@ -55,6 +55,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
         *agent_pods(job, site),
+        *([_files()] if site.templates and spec.data.files else ()),
         *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )
@@ -131,13 +132,19 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
     settings = ToolsSettings.model_validate(
         {
             **_service(Role.TOOLS, 0, job, site),
-            "tools": (*tool_entries(spec), *environment_entries(spec, site)),
+            "tools": (*tool_entries(spec, site.files), *environment_entries(spec, site)),
+            "files": dict(site.files),
             "call_seconds": spec.rollout.deadlines.tool,
             # Constant for up to USUAL_WORKERS workers, so that scaling does not restart the tool service.
             "max_sessions": 2 * max(spec.rollout.replicas, USUAL_WORKERS) * spec.rollout.concurrency,
         }
     )
     return with_tool_secrets(_component(Role.TOOLS, 0, settings, site), spec)
+
+
+def _files() -> Component:
+    """What holds the volume with the files that tools read; its pod's preparation fetches them."""
+    return Component(name=f"{Role.FILES}-0", role=Role.FILES, module="kestrl._shared.processes.hold")
 
 
 def _judge(job: AgentRLJob, site: Site) -> Component:

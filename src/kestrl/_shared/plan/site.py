@@ -99,6 +99,8 @@ class Site:
     """Folder with what runs in the engine's interpreter; None where that is installed in it."""
     environment_python: str | None = None
     """Interpreter of the job's environment; None where it has none, or has not been made."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Paths of the files that tools read, by their uri."""
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code."""
     agent_python: str | None = None

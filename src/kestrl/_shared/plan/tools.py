@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kestrl._shared.plan.components import Component, Role, SecretKey
 from kestrl._shared.plan.servers import RemoteServer, server_at
@@ -23,6 +23,7 @@ from kestrl._shared.spec.tools import HttpEndpoint, HttpServer, McpServer, Sandb
 
 CALL_SHARE = 0.8
 """Share of the deadline of a call that an HTTP call may take by default, so that it can end with its own failure."""
+NO_FILES: Mapping[str, str] = {}
 SPARE_SECONDS = 60.0
 """Seconds beyond the last call of an episode for which its claim is kept, if nobody releases it."""
 SANDBOX_TOKEN = "KESTRL_SANDBOX_TOKEN"  # noqa: S105 - a name
@@ -89,22 +90,32 @@ def with_tool_secrets(component: Component, spec: JobSpec) -> Component:
     return replace(component, user_secrets=tool_secrets(spec))
 
 
-def tool_entries(spec: JobSpec) -> tuple[ToolEntry, ...]:
-    """Tools of the job, as settings of the tool service."""
+def with_paths(kwargs: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a tool, with paths in place of the uris of files."""
+    return {name: files.get(each, each) if isinstance(each, str) else each for name, each in kwargs.items()}
+
+
+def tool_entries(spec: JobSpec, files: Mapping[str, str] = NO_FILES) -> tuple[ToolEntry, ...]:
+    """Tools of the job, as settings of the tool service.
+
+    Args:
+        spec: The job.
+        files: Paths of `spec.data.files` by uri, which replace them in the tools' config.
+    """
     texts = iter(
         SecretText(variable=f"{SECRET_PREFIX}{number}", prefix=value.prefix)
         for number, (value, _) in enumerate(_references(spec))
     )
-    return tuple(_entry(tool, texts, spec.rollout.deadlines) for tool in spec.tools)
+    return tuple(_entry(tool, texts, spec.rollout.deadlines, files) for tool in spec.tools)
 
 
-def _entry(tool: Tool, texts: Iterator[SecretText], deadlines: Deadlines) -> ToolEntry:
+def _entry(tool: Tool, texts: Iterator[SecretText], deadlines: Deadlines, files: Mapping[str, str]) -> ToolEntry:
     claim = None if tool.sandbox is None else tool.sandbox.claim
     return ToolEntry(
         name=tool.label,
         use=tool.use,
         methods=None if tool.methods is None else tuple(tool.methods),
-        config=tool.config,
+        config=with_paths(tool.config, files),
         process=None if tool.process is None else ProcessEntry(memory_mb=tool.process.memory_mb),
         mcp=None if tool.mcp is None else _mcp(tool.mcp, texts),
         http=None if tool.http is None else _http(tool.http, texts, deadlines.tool),

@@ -5,6 +5,7 @@ Cross-field rules are in `rules.py`, so that all problems of a manifest are repo
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -51,8 +52,8 @@ class Adapter(Model):
     targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = "all-linear"
     """Modules with an adapter: `all-linear`, or names such as q_proj."""
     from_: Annotated[str, Field(pattern=r"^[a-z0-9]+://.+", max_length=1024)] | None = Field(default=None, alias="from")
-    """Address of a published adapter to start from, such as that of `kestrl sft`: file:///runs/warm-up-sft/store/adapters/...
-    It has the same rank, alpha and targets. Default: a new adapter, whose first version equals the base model."""
+    """Address of a published adapter to start from, such as `kestrl sft` prints. It has the same rank, alpha and
+    targets. Default: a new adapter."""
 
 
 class ModelSpec(Model):
@@ -74,6 +75,26 @@ class DataSet(Model):
     """Number of rows to use. Default: all."""
 
 
+UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+SPARE = 1.1
+"""Size of a volume of files as a multiple of theirs: a file system takes a part."""
+
+
+class DataFile(Model):
+    """A file that tools read, such as a database."""
+
+    uri: Address
+    """s3://BUCKET/PATH#sha256=DIGEST (or gs, az), by which rows and `config` of tools name it."""
+    size: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,5}(Mi|Gi|Ti)$")]
+    """Most that it has, such as 4Gi."""
+    timeout: Duration = 3600.0
+    """Time limit of its download."""
+
+    @property
+    def most_bytes(self) -> int:
+        return int(self.size[:-2]) * UNITS[self.size[-2:]]
+
+
 class Data(Model):
     """Training and validation data."""
 
@@ -82,6 +103,13 @@ class Data(Model):
     """Validation data: evaluated before, during and after training, never trained on."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 42
     """Seed of the order of scenarios, of sampling, and of the adapter's initialisation."""
+    files: Annotated[list[DataFile], Field(max_length=16)] = []
+    """Files that tools read. On a cluster they are fetched into a volume, which tools mount read-only."""
+
+    @property
+    def files_gib(self) -> int:
+        """GiB of a volume that holds the files."""
+        return math.ceil(SPARE * sum(file.most_bytes for file in self.files) / 2**30)
 
 
 class Reward(Model):
@@ -140,7 +168,7 @@ class Schedule(Model):
     """Maximum number of optimiser steps."""
     stale_groups: Literal["release", "wait"] = "release"
     """Handling of a running group that the next version would make too old: `release` cancels it for a later retry,
-    `wait` makes the step wait for it. `release` is faster while engines have capacity, `wait` wastes no engine time."""
+    `wait` makes the step wait for it."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations. Default: only before and after training."""
     checkpoint_every: PositiveInt = 10
@@ -195,14 +223,12 @@ class Learner(Model):
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
-    long episodes, and a third more work. The episodes of a group then share the computation of their prompt within a
-    pass."""
+    long episodes, and a third more work."""
     activation_offload: bool = False
     """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
     for copies. Needs gradientCheckpointing and a device other than a CPU."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
-    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it. A single
-    longer episode is a pass of its own."""
+    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it."""
     termination_grace: Duration = 180.0
     """Time between SIGTERM and SIGKILL of the learner's pod. A checkpoint precedes an update that may take longer."""
 
@@ -217,10 +243,10 @@ class Storage(Model):
     """Secret in the job's namespace whose entries have names of environment variables, such as AWS_ACCESS_KEY_ID."""
     service_account: Name | None = None
     """ServiceAccount in the job's namespace whose cloud identity (IRSA, Workload Identity) reaches the storage; the
-    administrator lists those that jobs may name. On one machine it is ignored: credentials are those of the user."""
+    administrator lists those that jobs may name. Ignored on one machine."""
     retry_timeout: DurationOrZero = 600.0
     """Maximum time that the learner waits for storage that does not answer (refused connections, 5xx), or denies access
-    that it has allowed before. Other refusals are not retried."""
+    that it has allowed before."""
 
 
 class MetricSinkSpec(Model):
@@ -254,7 +280,7 @@ class Telemetry(Model):
     variables also work."""
     traced_groups: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.1
     """Share of groups whose episodes, model calls, tool calls and scores are traced; steps and publications always are.
-    Failures are counted in metrics regardless. OTEL_TRACES_SAMPLER overrides it."""
+    OTEL_TRACES_SAMPLER overrides it."""
     sinks: Annotated[list[MetricSinkSpec], Field(max_length=8)] = []
     """Metric sinks, beside the files under `metrics/` and OpenTelemetry."""
     mlflow: MLflowTracking | None = None
@@ -285,8 +311,7 @@ class FailurePolicy(Model):
     """Maximum restarts after failures reported by the learner, with exponential back-off; one more failure ends the
     job."""
     rules: list[FailureRule] = []
-    """Rules by priority. Without a matching rule the learner is restarted, and a container that ends by itself is
-    restarted in its pod."""
+    """Rules by priority. Without a matching rule the learner is restarted."""
 
 
 class JobSpec(Model):

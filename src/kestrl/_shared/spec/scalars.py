@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -134,3 +134,24 @@ BaseUrl = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")]
 """`http://` or `https://`, a host, and a path such as /v1; without credentials."""
 TemplateArguments = Annotated[JsonObject, AfterValidator(_check_template_arguments)]
 """Variables that a chat template is rendered with."""
+
+OBJECT_SCHEMES = frozenset({"s3", "gs", "az"})
+"""Schemes of object stores, which pods and machines reach alike."""
+PINNED = re.compile(r"(?P<address>(?:s3|gs|az)://[^/#]+/[^#]*[^/#])#sha256=(?P<digest>[0-9a-f]{64})")
+
+
+class PinnedFile(NamedTuple):
+    """A file of an object store and its content's digest."""
+
+    address: str
+    digest: str
+
+    @classmethod
+    def read(cls, uri: str) -> Self | None:
+        """The file that a URI names; None if the URI is not one of an object store with a digest."""
+        found = PINNED.fullmatch(uri)
+        return None if found is None else cls(found["address"], found["digest"])
+
+    def place(self, folder: str) -> str:
+        """Where the file is kept in a folder of such files."""
+        return f"{folder}/{self.digest}/{self.address.rpartition('/')[2]}"

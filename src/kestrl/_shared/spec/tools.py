@@ -35,8 +35,7 @@ class McpServer(Model):
     command: Annotated[list[Argument], Field(min_length=1, max_length=256)] | None = None
     """Program and arguments of a server on stdio, started by the tool service in the manifest's folder."""
     env: dict[VariableName, Annotated[str, Field(max_length=32_768)]] = {}
-    """Environment variables of the program. Of the tool service's own it gets PATH, HOME, USER, SHELL, TMPDIR, TZ and
-    those of the locale, and no others."""
+    """Environment variables of the program, in addition to PATH, HOME, USER, SHELL, TMPDIR, TZ and the locale's."""
     secret_env: dict[VariableName, SecretValue] = {}
     """Environment variables of the program from secrets."""
     url: BaseUrl | None = None

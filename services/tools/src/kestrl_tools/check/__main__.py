@@ -19,6 +19,8 @@ from kestrl._shared.checking import ToolsCheck, run_check
 from kestrl._shared.plan.servers import is_cluster_name, server_at
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl._shared.plan.tools import with_paths
+from kestrl._shared.spec.scalars import PinnedFile
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described
 from kestrl.tools import ToolError
@@ -28,7 +30,7 @@ from kestrl_tools.environments.provider import EnvironmentProvider, is_environme
 from kestrl_tools.lifecycle import loaded, start
 from kestrl_tools.process.provider import ProcessProvider
 from kestrl_tools.python_provider import PythonProvider, RowCheck
-from kestrl_tools.rows import check_row, given, row_kwargs
+from kestrl_tools.rows import check_row, given, placed, row_kwargs
 from kestrl_tools.sessions import Opening, Sessions
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -60,7 +62,9 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
     async with loaded(present, threads, folder=folder, fields=fields) as tools:
         for provider in filter(is_environment, providers_of(tools)):
             await start(provider)
-        sessions = Sessions(tools, threads, call_seconds=settings.tools.call_seconds, max_sessions=1)
+        sessions = Sessions(
+            tools, threads, call_seconds=settings.tools.call_seconds, max_sessions=1, files=settings.tools.files
+        )
         trials = [trial async for trial in _trials(tools, sessions, settings.data)]
         return {
             **_found(settings, tools),
@@ -184,22 +188,23 @@ def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
             for tool in tools.values()
             if not takes_turns(tool.provider, tool.schema.name)
         ],
-        "rows": list(islice(chain(_misfits(tools, settings.data), _unusable(tools, settings.data)), MOST_PROBLEMS)),
+        "rows": list(islice(chain(_misfits(tools, settings), _unusable(tools, settings)), MOST_PROBLEMS)),
     }
 
 
-def _misfits(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> Iterator[tuple[str, str]]:
+def _misfits(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
     """The agent loop of each row that does not fit, and the problem."""
-    for file in data.values():
+    for file in settings.data.values():
         for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
             try:
-                check_row(tools, row.scenario.tools, row_kwargs(tools, row.scenario))
+                kwargs = placed(row_kwargs(tools, row.scenario), settings.tools.files, settings.absent)
+                check_row(tools, row.scenario.tools, kwargs)
             except ToolFailure as error:
                 if error.code != "unknown_tool":  # the command reports names with all names of the job
                     yield row.scenario.agent, f"{row.place}: {error}"
 
 
-def _unusable(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> Iterator[tuple[str, str]]:
+def _unusable(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
     """The agent loop of each row whose `create_kwargs` a tool's own check refuses, and why; equal ones are checked once
     and reported at the first row.
     """
@@ -209,10 +214,12 @@ def _unusable(tools: Mapping[str, Tool], data: Mapping[str, DataSettings]) -> It
         if isinstance(provider, PythonProvider) and provider.row_check is not None
     }
     seen: set[tuple[str, str]] = set()
-    for file in data.values() if checks else ():
+    for file in settings.data.values() if checks else ():
         for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
             for name, kwargs in row_kwargs(tools, row.scenario).items():
-                arguments = given({name: kwargs}, name, "create_kwargs")
+                arguments = with_paths(given({name: kwargs}, name, "create_kwargs"), settings.tools.files)
+                if any(isinstance(each, str) and PinnedFile.read(each) is not None for each in arguments.values()):
+                    continue  # not on this machine, which is a warning, or not listed, which is a problem of the row
                 key = (name, json.dumps(arguments, sort_keys=True))
                 if name not in checks or key in seen:
                     continue

@@ -48,7 +48,13 @@ async def _check(settings: PlaysCheck, rows: Sequence[DataRow]) -> dict[str, Any
         if environment is not None:
             stage = _Environment(environment, tools, settings.tools.call_seconds)
             return {"rows": [await stage.row(row) for row in rows]}
-        sessions = Sessions(tools, threads, call_seconds=settings.tools.call_seconds, max_sessions=len(rows) or 1)
+        sessions = Sessions(
+            tools,
+            threads,
+            call_seconds=settings.tools.call_seconds,
+            max_sessions=len(rows) or 1,
+            files=settings.tools.files,
+        )
         return {"rows": [await _of_tools(tools, sessions, row) for row in rows]}
 
 

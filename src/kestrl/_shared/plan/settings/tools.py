@@ -128,6 +128,8 @@ class ToolsSettings(ServiceSettings):
     """The tool service."""
 
     tools: tuple[ToolEntry, ...]
+    files: dict[str, str] = {}
+    """Paths of the files that tools read, by the uri with which rows name them."""
     call_seconds: float
     """Deadline of one call in seconds."""
     max_sessions: int = 4096

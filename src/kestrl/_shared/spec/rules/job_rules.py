@@ -12,6 +12,7 @@ from kestrl._shared.spec.rules.adapter_rules import target_problems
 from kestrl._shared.spec.rules.agent_rules import agent_problems
 from kestrl._shared.spec.rules.engine_rules import engine_problems
 from kestrl._shared.spec.rules.environment_rules import environment_problems
+from kestrl._shared.spec.rules.file_rules import file_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
 from kestrl._shared.spec.rules.reward_rules import reward_config_problems
@@ -303,6 +304,7 @@ RULES: tuple[Rule, ...] = (
     judge_problems,
     a_group_fits_a_worker,
     data_fills_a_step,
+    file_problems,
     evaluation_has_data,
     engine_problems,
     a_wait_for_pods_can_end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from contextlib import closing
@@ -205,6 +206,21 @@ def test_an_endpoint_that_refuses_ends_the_command_with_its_reason(
     kestrl(monkeypatch, "questions", database, "--out", tmp_path / "q.jsonl", code=2)
     assert "name one source of questions" in capsys.readouterr().err
     assert not (tmp_path / "q.jsonl").exists()
+
+
+def test_rows_name_a_database_by_address_and_digest(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    out, uri = tmp_path / "q.jsonl", "s3://bucket/mail/mail.db"
+    scripted = ("questions", database, "--out", out, "--scripted", "--per-inbox", "1")
+    kestrl(monkeypatch, *scripted, "--database-uri", uri)
+    pinned = f"{uri}#sha256={hashlib.sha256(database.read_bytes()).hexdigest()}"
+    size = -(-database.stat().st_size // 2**20)
+    assert f'data.files: [{{uri: "{pinned}", size: {size}Mi}}]' in capsys.readouterr().out
+    named = {row["extra_info"]["tools_kwargs"]["read_email"]["create_kwargs"]["database"] for row in rows(out)}
+    assert named == {pinned}
+    kestrl(monkeypatch, *scripted, "--database-uri", "mail.db", code=2)
+    assert "--database-uri: 'mail.db' is not of the form s3://BUCKET/PATH" in capsys.readouterr().err
 
 
 def test_questions_of_art_e_are_imported_where_their_mails_are(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import re
 import sqlite3
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager
@@ -15,6 +17,7 @@ import typer
 from rich.console import Console
 
 from kestrl.errors import UserInputError
+from kestrl.storage.pinned import digest_of
 from kestrl_email.guide_settings import Command, options
 from kestrl_email.mailbox.kind import Kind
 
@@ -107,6 +110,14 @@ def questions(
     validation_share: Annotated[float, typer.Option(min=0, max=0.9, help="Share of inboxes for validation.")] = 0.25,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at a time.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of order, dates and sampling.")] = 42,
+    database_uri: Annotated[
+        str | None,
+        typer.Option(
+            "--database-uri",
+            metavar="s3://BUCKET/PATH",
+            help="Address that the database will have: rows name it by that and its digest, for any machine.",
+        ),
+    ] = None,
 ) -> None:
     """Write questions about the inboxes of a database, split by inbox into training and validation."""
     from kestrl_email.mailbox import questions as about
@@ -114,12 +125,13 @@ def questions(
 
     if sum((scripted, model is not None, import_ is not None)) != 1:
         raise UserInputError("name one source of questions: --scripted, --model NAME or --import FILE")
+    named = str(database.resolve()) if database_uri is None else _pinned(database, database_uri)
     with ExitStack() as stack:
         connection = stack.enter_context(closing(open_database(database)))
         if import_ is not None:
             read = list(about.imported(connection, import_))
             kept = [question for question in read if question is not None]
-            typer.echo(f"{out}: {about.write_questions(out, kept, database)} questions")
+            typer.echo(f"{out}: {about.write_questions(out, kept, named)} questions")
             if len(kept) < len(read):
                 lost = f"left out {len(read) - len(kept)} questions whose mails are not in {database}"
                 console.print(lost, markup=False, soft_wrap=True)
@@ -136,8 +148,23 @@ def questions(
             if chosen:
                 asked = [question for inbox in chosen for question in write(inbox)]
                 random.Random(seed).shuffle(asked)  # noqa: S311 - seeded on purpose
-                count = about.write_questions(path, asked, database)
+                count = about.write_questions(path, asked, named)
                 typer.echo(f"{path}: {count} questions about {len(chosen)} inboxes")
+
+
+def _pinned(database: Path, uri: str) -> str:
+    """The uri of a database with its digest, after what to do with both is printed.
+
+    Raises:
+        UserInputError: The uri is none of an object store.
+    """
+    if not re.fullmatch(r"(s3|gs|az)://[^/#]+/[^#]*[^/#]", uri):
+        raise UserInputError(f"--database-uri: {uri!r} is not of the form s3://BUCKET/PATH (or gs://, az://)")
+    pinned = f"{uri}#sha256={digest_of(database)}"
+    size = math.ceil(database.stat().st_size / 2**20)
+    typer.echo(f"copy {database} to {uri}, and list it in the manifest:")
+    typer.echo(f'  data.files: [{{uri: "{pinned}", size: {size}Mi}}]')
+    return pinned
 
 
 @contextmanager

@@ -66,9 +66,9 @@ class Mail:
     body: str
 
 
-def row_of(question: Question, number: int, database: Path) -> dict[str, Any]:
-    """The row of a question, in verl's format."""
-    create = {"create_kwargs": {"database": str(database.resolve()), "inbox": question.inbox}}
+def row_of(question: Question, number: int, database: str) -> dict[str, Any]:
+    """The row of a question, in verl's format; it names the database by path or uri."""
+    create = {"create_kwargs": {"database": database, "inbox": question.inbox}}
     system = SYSTEM_PROMPT.format(inbox=question.inbox, query_date=question.query_date)
     return {
         "data_source": "kestrl-email/mailbox",
@@ -93,7 +93,7 @@ def row_of(question: Question, number: int, database: Path) -> dict[str, Any]:
     }
 
 
-def write_questions(path: Path, questions: Iterable[Question], database: Path) -> int:
+def write_questions(path: Path, questions: Iterable[Question], database: str) -> int:
     """Writes rows atomically; returns their number."""
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)

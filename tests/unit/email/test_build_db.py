@@ -457,6 +457,8 @@ def test_the_owner_of_a_source_has_all_its_mails(tmp_path: Path):
     printed = CliRunner().invoke(email, ["inboxes", str(out)]).output
     assert Counter(line.split()[0] for line in printed.splitlines()) == {"2": 3, "1": 1}
     assert "2  me@home.example" in printed
+    listed = json.loads(CliRunner().invoke(email, ["inboxes", str(out), "--json"]).output)
+    assert {"inbox": "me@home.example", "mails": 2} in listed
 
 
 # --- the full-text index

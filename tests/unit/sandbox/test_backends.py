@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -75,6 +76,10 @@ def test_the_command_reports_a_breach(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["check"])
     assert done.exit_code == 1
     assert "NOT HELD: identity: an open door: BREACH" in done.output
+    done = CliRunner().invoke(app, ["check", "--json"])
+    programs = {each["name"]: each for each in json.loads(done.output)["programs"]}
+    assert (done.exit_code, programs["an open door"]["held"]) == (1, False)
+    assert programs["an open door"]["problem"] == "BREACH"
 
 
 async def test_every_back_end_reports_what_it_isolates_or_why_it_cannot() -> None:

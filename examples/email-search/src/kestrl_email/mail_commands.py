@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -79,13 +80,18 @@ def _counted(counts: dict[str, int]) -> str:
 def show_inboxes(
     database: Database,
     limit: Annotated[int, typer.Option(min=1, help="Number of addresses.")] = 20,
+    print_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the addresses with the largest inboxes."""
     from kestrl_email.mailbox.database import inboxes, open_database
 
     with closing(open_database(database)) as connection:
-        for address, mails in inboxes(connection)[:limit]:
-            typer.echo(f"{mails:8}  {address}")
+        listed = inboxes(connection)[:limit]
+    if print_json:
+        typer.echo(json.dumps([{"inbox": address, "mails": mails} for address, mails in listed], indent=2))
+        return
+    for address, mails in listed:
+        typer.echo(f"{mails:8}  {address}")
 
 
 def questions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Annotated
 
 import typer
@@ -25,12 +26,13 @@ def check(
     backend: Annotated[str, typer.Option(help="Back-end to check: auto, zygote, bwrap or runsc.")] = "auto",
     area: Annotated[str, typer.Option(help=f"Only one area: {AREAS}.")] = "",
     verbose: Annotated[bool, typer.Option(help="List every program, also those that were held.")] = False,
+    print_json: Annotated[bool, typer.Option("--json", help="Print every program as JSON.")] = False,
 ) -> None:
     """Run hostile programs in the sandbox of this node and report what they could do.
 
     Exit code 1: a program was not held. Exit code 2: no sandbox works here.
     """
-    raise typer.Exit(asyncio.run(_check(backend, area, verbose=verbose)))
+    raise typer.Exit(asyncio.run(_check(backend, area, verbose=verbose, print_json=print_json)))
 
 
 @app.command(
@@ -44,7 +46,7 @@ def serve(context: typer.Context) -> None:
     main(context.args, program="kestrl sandbox serve")
 
 
-async def _check(backend: str, area: str, *, verbose: bool) -> int:
+async def _check(backend: str, area: str, *, verbose: bool, print_json: bool) -> int:
     from kestrl_sandbox.backends import open_sandbox
     from kestrl_sandbox.checks.hostile import CHECKS
     from kestrl_sandbox.checks.neighbours import neighbours, orphans, sessions, shortage
@@ -54,7 +56,7 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
     checks = [item for item in CHECKS if not area or item.area == area]
     if not checks and area not in {"sessions", "tenancy"}:
         raise UserInputError(f"--area: there is no area {area!r}; there are {AREAS}")
-    console = Console()
+    console = Console(quiet=print_json)
     opened = await open_sandbox(PoolConfig(max_sandboxes=4, memory_mb=256, disk_mb=16, inodes=512), backend=backend)
     try:
         capabilities = opened.capabilities
@@ -77,7 +79,22 @@ async def _check(backend: str, area: str, *, verbose: bool) -> int:
             report.verdicts.append(await neighbours(opened))
     finally:
         await opened.close()
-    _print(console, report, verbose=verbose)
+    if print_json:
+        document = {"backend": capabilities.backend, "isolation": capabilities.isolation}
+        programs = [
+            {
+                "area": verdict.check.area,
+                "name": verdict.check.name,
+                "held": verdict.held,
+                "problem": verdict.problem,
+                "detail": verdict.detail,
+                "seconds": verdict.seconds,
+            }
+            for verdict in report.verdicts
+        ]
+        typer.echo(json.dumps({**document, "programs": programs}, indent=2))
+    else:
+        _print(console, report, verbose=verbose)
     return 1 if report.breaches else 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -9,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kestrl._app.cli.options import Manifest, Overrides
+from kestrl._app.cli.options import AsJson, Manifest, Overrides
 from kestrl._app.plays.playing import plays_of
+from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec import read_job
 from kestrl.errors import SeveralProblems
 from kestrl.terminal import safe_line
@@ -40,6 +43,7 @@ def check_environment(
             "validate --output."
         ),
     ] = None,
+    print_json: AsJson = False,
 ) -> None:
     """Play rows without a model: the solution earns the most, doing nothing the least, and the same play the same.
 
@@ -48,6 +52,9 @@ def check_environment(
     job = read_job(manifest, set_ or ())
     with TemporaryDirectory() as cache:
         found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows, reports=report or ())
+    if print_json:
+        typer.echo(json.dumps({"valid": not found.problems, **asdict(found)}, indent=2))
+        raise typer.Exit(EXIT_INPUT if found.problems else 0)
     for warning in found.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
     console.print(f"{manifest}: {found.summary or 'nothing was played'}", **PLAIN)

@@ -12,7 +12,7 @@ import typer
 
 from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Runs
 from kestrl._app.episodes.decoding import decoded, tokenizer_of
-from kestrl._app.episodes.difference import best_sibling, difference
+from kestrl._app.episodes.difference import best_sibling, difference, difference_json
 from kestrl._app.episodes.labels import delete_label, labelled, read_labels, with_labels, write_label
 from kestrl._app.episodes.places import EpisodePlace, find_episode, find_place
 from kestrl._app.episodes.printing import LISTED, episode_lines, judge_lines, listed_line, token_lines
@@ -159,6 +159,7 @@ def diff_episodes(
         typer.Argument(help="Another episode (default: the best one of the same group).", show_default=False),
     ] = None,
     run_id: RunOption = None,
+    print_json: AsJson = False,
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Compare two episodes: rewards and outcome side by side, and the messages from their first difference on."""
@@ -170,6 +171,9 @@ def diff_episodes(
             raise UserInputError(f"no other episode of the group {stored.group.id} has a reward; name one")
     else:
         other = find_episode(place, other_id).episode
+    if print_json:
+        typer.echo(json.dumps(difference_json(stored.episode, other), indent=2, ensure_ascii=False))
+        return
     for line in difference(stored.episode, other):
         typer.echo(line)
 

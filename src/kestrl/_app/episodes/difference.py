@@ -46,6 +46,12 @@ def difference(one: Episode, other: Episode) -> Iterator[str]:
                 yield safe_line(f"{sign} {number:3d} {_message(message)}")
 
 
+def difference_json(one: Episode, other: Episode) -> dict[str, Any]:
+    """Two episodes for programs: facts, whole messages, and the number of the first that differs."""
+    sides = [{"facts": _facts(side), "messages": [dict(each) for each in side.messages]} for side in (one, other)]
+    return {"episodes": sides, "first_difference": first_difference(one, other)}
+
+
 def _facts(episode: Episode) -> dict[str, str]:
     failure = episode.failure
     return {

@@ -193,6 +193,10 @@ def test_an_episode_is_compared_with_the_best_of_its_group(runs: Path) -> None:
         "<   1 assistant: three\\u202e",
         ">   1 assistant: two",
     ]
+    document = json.loads("\n".join(kestrl("diff", "a/2", "--runs", runs, "--json")))
+    assert [side["facts"]["reward"] for side in document["episodes"]] == ["-1.000", "0.500"]
+    assert [side["messages"][1]["content"] for side in document["episodes"]] == ["three\u202e", "two"]
+    assert document["first_difference"] == 1
     assert kestrl("diff", "a/0", "d/0", "--runs", runs)[-1] == "the 2 messages are equal"
     kestrl("diff", "d/0", "--runs", runs, error="no other episode of the group d has a reward")
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from kestrl._app.cli.main import app
 from kestrl._app.plays import playing
 from kestrl._app.plays.playing import plays_of
 from kestrl._app.plays.verdict import Verdict
@@ -119,3 +121,22 @@ def test_a_task_set_of_verifiers_is_judged_by_its_report(check: Check) -> None:
     assert len(check(environment=taskset, reports=[REPORT]).problems) == 1
     with pytest.raises(UserInputError, match=r"^spec\.environment\.verifiers: .*--report"):
         check(environment=taskset)
+
+
+@pytest.mark.parametrize(("name", "code"), [("sound", 0), ("always_zero", 2)])
+def test_findings_are_printed_as_json(tmp_path: Path, name: str, code: int) -> None:
+    (tmp_path / "planted_plays.py").write_text(PLANTED, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": "lamp"}\n')
+    spec = {"model": {"base": "demo://tiny"}, "data": {"train": {"uri": "rows.jsonl"}}, "rewards": rules(name)}
+    document = {
+        "apiVersion": "kestrl.dev/v1alpha1",
+        "kind": "AgentRLJob",
+        "metadata": {"name": "planted"},
+        "spec": spec,
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(document))
+    done = CliRunner().invoke(app, ["env", "check", str(tmp_path / "job.yaml"), "--json"])
+    printed = json.loads(done.stdout)
+    assert (done.exit_code, printed["valid"]) == (code, code == 0)
+    assert bool(printed["problems"]) == bool(code)
+    assert set(printed["ranges"]) == {"nothing", "trying", "solution"}

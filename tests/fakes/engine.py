@@ -108,6 +108,10 @@ class FakeEngine:
     prompts: list[Prompt] = field(default_factory=list[Prompt])
     """Every generate request received, in order."""
     healthy: bool = True
+    turns: int | None = None
+    """Running turns as the guard of its server counts them; None for a server without a guard."""
+    drains: int = 0
+    """Requests to drain that it has received."""
     health_headers: dict[str, str] = field(default_factory=dict[str, str])
     version: str = "0.32.0"
     port: int = 0
@@ -139,6 +143,7 @@ class FakeEngine:
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_post("/kestrl/drain", self._drain)
         app.router.add_get("/version", self._version)
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
@@ -285,6 +290,14 @@ class FakeEngine:
         if self.adapters.pop(name, None) is None:
             return _error(404, f"The lora adapter '{name}' cannot be found.")
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        if self.turns is None:
+            return _error(404, "Not Found")
+        if refusal := self._refusal(request, self.control_key or self.key):
+            return refusal
+        self.drains += 1
+        return web.json_response({"running": self.turns})
 
     async def _models(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request, self.key):

@@ -33,6 +33,8 @@ Witness = Literal["engine", "guard"]
 """What names the policy of a completion: the engine in its answer, or the guard inside its server in a header."""
 POLICY_HEADER = "x-kestrl-policy"
 """Header with which a guard names the policy that a request was given to."""
+DRAINING = "EngineDraining"
+"""Type of the error with which the guard of a draining engine refuses a request, with status 503."""
 Option = str | int | float | bool
 Route = tuple[str, str]
 """HTTP method and path."""

@@ -134,6 +134,7 @@ class EngineFleet(Part):
     """The engines of the job."""
 
     total: int = 0
+    """Engines but those that drain."""
     verified: int = 0
     """Engines that have verified the newest version."""
     reports: tuple[EngineReport, ...] = ()
@@ -146,7 +147,8 @@ class EngineFleet(Part):
         """Whether every engine has verified the version before the newest and loads that one, if it has not verified it
         already: so it is for a while after each step.
         """
-        return self.verified < self.total <= len(self.reports) and all(report.up_to_date for report in self.reports)
+        staying = [report for report in self.reports if report.state is not ServingState.DRAINING]
+        return self.verified < self.total <= len(staying) and all(report.up_to_date for report in staying)
 
 
 class Learning(Part):

@@ -36,10 +36,12 @@ class EngineState(StrEnum):
     RECOVERING = "recovering"
     """Restarted without its adapters, which are being loaded and verified again."""
     DOWN = "down"
+    DRAINING = "draining"
+    """It leaves: running turns go on, and it takes no further one."""
 
     @property
     def up(self) -> bool:
-        """Whether the engine answers."""
+        """Whether the engine answers and takes turns."""
         return self in {EngineState.READY, EngineState.RECOVERING}
 
 
@@ -54,6 +56,8 @@ class ServingState(StrEnum):
     """It could not verify the version, gets no requests for it, and is retried."""
     AWAY = "away"
     """It, or its agent, has stopped answering."""
+    DRAINING = "draining"
+    """It leaves, finishes its running turns and gets no further request."""
 
 
 class ComponentState(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kestrl._shared.plan.engines import ROUTES, routes
+from kestrl.engines import DRAINING
 from kestrl.engines.vllm import Vllm
 from kestrl_inference.inside import guard
 from kestrl_inference.inside.guard import IDLE_HEADER, ControlGuard, IdleCount
@@ -174,6 +176,50 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
     assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
+
+
+class Held(Server):
+    """A server that answers when it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.released = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.arrived.set()
+        await self.released.wait()
+        await super().__call__(scope, receive, send)
+
+
+async def test_a_draining_engine_takes_no_turn_and_finishes_those_that_run(guarded: ControlGuard) -> None:
+    now, server = 100.0, Held()
+    app = ControlGuard(server, lambda: now)
+    turn = asyncio.create_task(ask(app, *GENERATE, key(DATA)))
+    await server.arrived.wait()
+    assert (await ask(app, *guard.DRAIN, key(DATA)))[0] == 403, "only the agent may"
+    assert await ask(app, *guard.DRAIN, key(CONTROL)) == (200, {"running": 1})
+    status, body = await ask(app, *GENERATE, key(DATA))
+    assert (status, body["error"]["type"], body["error"]["code"]) == (503, DRAINING, 503)
+    assert server.reached == []
+    server.released.set()
+    assert await turn == (200, {})
+    assert await ask(app, *guard.DRAIN, key(CONTROL)) == (200, {"running": 0})
+    assert (await ask(app, "GET", "/health"))[0] == 200
+    assert (await ask(app, *GENERATE, key(CONTROL)))[0] == 200, "the agent may still compare"
+
+
+async def test_an_engine_that_nobody_drains_any_more_takes_turns_again(guarded: ControlGuard, server: Server) -> None:
+    now = 100.0
+    app = ControlGuard(server, lambda: now)
+    await ask(app, *guard.DRAIN, key(CONTROL))
+    now += guard.DRAIN_SECONDS - 0.1
+    assert (await ask(app, *GENERATE, key(DATA)))[0] == 503
+    now += 0.2
+    assert (await ask(app, *GENERATE, key(DATA)))[0] == 200
+
+
+def test_workers_know_the_refusal_of_a_draining_engine() -> None:
+    assert guard.DRAINING == DRAINING
 
 
 def test_seconds_without_a_request_are_counted_by_a_scripted_clock() -> None:

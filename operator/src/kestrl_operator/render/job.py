@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from urllib.parse import ParseResult, urlparse
 
 from kestrl._shared.plan.components import Component, Role
@@ -33,6 +32,7 @@ from kestrl_operator.render.pods import (
     template,
 )
 from kestrl_operator.render.resources import within_limits
+from kestrl_operator.render.stopping import grace_seconds, with_drain
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import (
     DATA,
@@ -266,18 +266,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
     profile, selector = given.profile(role), network.selector(given.name, role)
     mounted = claims_of(given.job, role)
     parts = [component for kind in _inside(role) for component in given.of(kind)[:1]]
-    containers = [
-        container(
-            given.name,
-            part,
-            given.image(part.role),
-            given.cluster,
-            given.profile(part.role) if part.role is not Role.INFERENCE else given.cluster.profile("cpu"),
-            given.store,
-            mounted,
-        )
-        for part in parts
-    ]
+    containers = [with_drain(_container(given, part, mounted), part, given.job.spec) for part in parts]
     read = {name: settings[name] for name in (f"{role}.json", f"prepare-{role}.json") if name in settings}
     pods = template(
         given.name,
@@ -293,7 +282,7 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         runtime_class=runtime_class_of(given.job, role, given.cluster) if role in SANDBOXED else profile.runtime_class,
         preparing_image=given.image(Role.ROLLOUT if role is Role.AGENT else role),
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
-        learner_grace=ceil(given.job.spec.learner.termination_grace),
+        grace=grace_seconds(given.job.spec, role),
     )
     environment = given.job.spec.environment
     if role is Role.TOOLS and environment is not None:
@@ -313,6 +302,11 @@ def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Obj
         spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}
     spec |= claims(given.job.spec, role, given.cluster)
     return spec
+
+
+def _container(given: Given, part: Component, mounted: Sequence[str]) -> Object:
+    profile = given.cluster.profile("cpu") if part.role is Role.INFERENCE else given.profile(part.role)
+    return container(given.name, part, given.image(part.role), given.cluster, profile, given.store, mounted)
 
 
 def uses_storage(job: AgentRLJob, role: Role) -> bool:

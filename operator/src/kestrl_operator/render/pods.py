@@ -33,9 +33,6 @@ CONTAINER_SECURITY: Object = {
     "capabilities": {"drop": ["ALL"]},
 }
 """With `POD_SECURITY`, what Pod Security "restricted" requires, and a read-only root file system."""
-GRACE_SECONDS = {Role.ROLLOUT: 90, Role.AGENT: 90}
-"""Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default. A job says
-how long its learner has."""
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
 CLAIMS = PrepareSettings().volumes
@@ -336,7 +333,7 @@ def template(
     runtime_class: str | None,
     preparing_image: str,
     claims_sandboxes: bool = False,
-    learner_grace: int,
+    grace: int,
 ) -> Object:
     """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
     prepares = role is not Role.JUDGE
@@ -345,7 +342,7 @@ def template(
         "automountServiceAccountToken": claims_sandboxes,
         "enableServiceLinks": False,
         "securityContext": pod_security(profile),
-        "terminationGracePeriodSeconds": learner_grace if role is Role.LEARNER else GRACE_SECONDS.get(role, 30),
+        "terminationGracePeriodSeconds": grace,
         "containers": list(containers),
         "volumes": [
             *volumes(job, role, profile, claims),

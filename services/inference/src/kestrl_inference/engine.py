@@ -5,6 +5,7 @@ dialect of the engine has the requests and reads the answers.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,16 @@ from kestrl._shared.telemetry import trace_headers
 from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
-from kestrl_inference.inside.guard import IDLE_HEADER
+from kestrl_inference.inside.drain import ANSWER_SECONDS
+from kestrl_inference.inside.guard import DRAIN, IDLE_HEADER
 
 Read = TypeVar("Read")
 SEED = 7
 """Seed of the token that a proof samples."""
 JSON = {"content-type": "application/json"}
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
+BUSY = "engine_deadline"
+"""Code of the failure of an engine that does not answer in time."""
 CHECK_SECONDS = 15.0
 """Time limit of a health check; an engine that does not answer in time is down. Longer than pauses of a busy server."""
 
@@ -102,7 +106,7 @@ class Engine:
 
         Raises:
             EngineRefused: An answer other than 2xx.
-            EngineFailure: No answer: code `engine_unreachable` or `engine_deadline`.
+            EngineFailure: No answer: code `engine_unreachable` or `BUSY`.
         """
         limit = self._timeout if seconds is None else min(seconds, self._timeout)
         what = f"{request.method} {request.path}"
@@ -121,7 +125,7 @@ class Engine:
                     raise EngineRefused(response.status, message, content)
                 return content, response.headers
         except TimeoutError as error:
-            raise EngineFailure(f"{what}: no answer in {limit:g} s", code="engine_deadline") from error
+            raise EngineFailure(f"{what}: no answer in {limit:g} s", code=BUSY) from error
         except aiohttp.ClientError as error:
             raise EngineFailure(f"{what}: {type(error).__name__}: {error}", code="engine_unreachable") from error
 
@@ -163,6 +167,15 @@ class Engine:
         except EngineRefused as error:
             if not self.dialect.is_unknown_adapter(error.status, error.answer):
                 raise
+
+    async def drain(self) -> int:
+        """Has the guard of the engine's server refuse new requests of others for a while; returns the running ones.
+
+        Raises:
+            EngineFailure: No engine answers, or none with a guard that can.
+        """
+        answer = await self._call(Request(*DRAIN), seconds=ANSWER_SECONDS)
+        return _read(lambda: int(json.loads(answer)["running"]))
 
     async def version(self) -> str:
         """Version of the engine, or `unknown` if it does not say."""
@@ -238,7 +251,7 @@ def _read(reading: Callable[[], Read]) -> Read:
     """
     try:
         return reading()
-    except (ValueError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EngineFailure(str(error), code="engine_nonsense") from error
 
 

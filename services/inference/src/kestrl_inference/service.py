@@ -18,7 +18,7 @@ from kestrl_inference.watch import Watch
 
 
 async def run_agent(settings: AgentSettings) -> None:
-    """Watches the engine and serves until SIGTERM, or until watching ends.
+    """Watches the engine and serves until SIGTERM, and then until the engine has drained; or until watching ends.
 
     Raises:
         UserInputError: The folder of adapters cannot be used, or the port is taken.
@@ -33,7 +33,9 @@ async def run_agent(settings: AgentSettings) -> None:
     observe_engine(watch, adapters)
     watching = asyncio.create_task(watch.run(), name="watch-engine")
 
-    async def stop_watching() -> None:
+    async def leave() -> None:
+        if not watching.done():
+            await watch.drain(settings.drain_seconds)
         watching.cancel()
         await asyncio.wait([watching])
 
@@ -42,7 +44,7 @@ async def run_agent(settings: AgentSettings) -> None:
             settings.component,
             settings.listen,
             lambda server: stubs.add_EngineAgentServiceServicer_to_server(servicer, server),
-            drain=stop_watching,
+            drain=leave,
             until=watching,  # an agent that has stopped watching must not continue to answer
         )
     finally:

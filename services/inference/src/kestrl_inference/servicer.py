@@ -67,7 +67,7 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
         return pb.GetEngineResponse(
             name=self._settings.engine_name,
             url=self._settings.reported_url or self._settings.engine_url,
-            state=engine_state_to_proto(watch.state),
+            state=engine_state_to_proto(watch.reported_state),
             policies=[
                 pb.LoadedPolicy(
                     policy=policy_to_proto(held.policy),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from kestrl._shared.engine_failure import EngineStartFailure
 from kestrl.engines import Load
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl.runstate.states import EngineState
-from kestrl_inference.engine import Engine, IdleSeconds, Pulse, until
+from kestrl_inference.engine import BUSY, Engine, IdleSeconds, Pulse, until
+from kestrl_inference.inside.drain import ASK_SECONDS, drained
 from kestrl_inference.loaded_adapters import LoadedAdapters
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class Watch:
     restarts: int = 0
     failure: Failure | None = None
     up: asyncio.Event = field(default_factory=asyncio.Event)
+    leaving: bool = False
+    """Whether the engine drains, since this agent is asked to end."""
     _seen: Pulse | None = None
 
     @property
@@ -48,6 +52,33 @@ class Watch:
     def idle(self) -> IdleSeconds | None:
         """Idle time at the last check; None if it is not known."""
         return None if self._seen is None else self._seen.idle
+
+    @property
+    def reported_state(self) -> EngineState:
+        """The engine's state as others are to know it."""
+        return EngineState.DRAINING if self.leaving and self.state is not EngineState.DOWN else self.state
+
+    async def drain(self, limit: float) -> None:
+        """Drains the engine until its turns are over and others have heard of it, or it is gone.
+
+        Args:
+            limit: Seconds after which turns are left alone.
+        """
+        self.leaving, began = True, time.monotonic()
+        log.info("%s drains: it takes no further turn", self.component)
+        while True:
+            try:
+                running = await self.engine.drain()
+            except EngineFailure as error:
+                if error.code != BUSY:
+                    log.info("%s has drained: %s", self.component, error)
+                    return
+                running = 1
+            waited = time.monotonic() - began
+            if drained(running, waited, limit):
+                log.info("%s has drained after %.0f s, %d requests are left", self.component, waited, running)
+                return
+            await asyncio.sleep(ASK_SECONDS)
 
     async def run(self) -> None:
         """Polls until cancelled."""

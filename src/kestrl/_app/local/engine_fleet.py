@@ -1,14 +1,12 @@
 """The engines of a local run while it goes on: `kestrl scale` asks for a number, and engines join and leave.
 
 The learner reads which engines there are from a file. An engine that leaves is taken out of the file first, so that it
-gets no further turn, and is ended when its running turns are over.
+is named no more. Then its agent is asked to end, which drains the engine before it does, as on a cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,27 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.site import Listener, reserve_engine
 from kestrl._app.local.supervisor import Supervisor
-from kestrl._shared.plan.components import Component
+from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.devices import VISIBLE, with_devices
 from kestrl._shared.plan.engines import engine_component, engine_entry
 from kestrl._shared.plan.judges import uses_own_engines
 from kestrl._shared.plan.planning import agent_component
 from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import Site
-from kestrl._shared.rpc import call, channel
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.inference import MOST_ENGINES
-from kestrl.api.inference.v1 import inference_pb2 as pb
-from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import UserInputError
 
-log = logging.getLogger(__name__)
 REQUEST = "scale.json"
 """File of a run's folder with the number of engines that is asked for."""
 LOOK_SECONDS = 0.5
-SETTLE_SECONDS = 5.0
-"""Seconds in which learner and workers have certainly heard that an engine leaves."""
-CALL_SECONDS = 5.0
 
 
 class ScaleRequest(BaseModel):
@@ -83,7 +74,6 @@ class EngineFleet:
         folder: The run's folder.
         ports: Ports of the site, to which those of further engines are added.
         supervisor: Starts and ends their processes.
-        token: Credential for the engines' agents.
         say: Shows a line to the person who watches the run.
     """
 
@@ -94,11 +84,10 @@ class EngineFleet:
         folder: Path,
         ports: dict[Listener, int],
         supervisor: Supervisor,
-        token: str,
         say: Callable[[str], None],
     ) -> None:
         self._job, self._site, self._ports = job, site, ports
-        self._request, self._supervisor, self._token, self._say = folder / REQUEST, supervisor, token, say
+        self._request, self._supervisor, self._say = folder / REQUEST, supervisor, say
         self._present = list(range(job.spec.inference.replicas.min))
         self._held = ExitStack()
 
@@ -129,7 +118,6 @@ class EngineFleet:
         if leaving:
             self._present = self._present[:wanted]
             self.write()
-            await asyncio.sleep(SETTLE_SECONDS)
             await asyncio.gather(*(self._end(index) for index in leaving))
 
     def _start(self, index: int) -> None:
@@ -149,31 +137,10 @@ class EngineFleet:
         )
 
     async def _end(self, index: int) -> None:
-        """Ends an engine when its running turns are over, at the latest at their deadline."""
-        await self._idle(index)
-        for component in self._components(index):
-            await self._supervisor.remove(component.name)
+        """Ends an engine after its agent, which ends when the running turns are over or their deadline has passed."""
+        for role in (Role.INFERENCE, Role.ENGINE):
+            await self._supervisor.remove(f"{role}-{index}")
         self._say(f"engine-{index} has left the run")
-
-    async def _idle(self, index: int) -> None:
-        deadline = time.monotonic() + self._job.spec.rollout.deadlines.turn
-        async with channel(engine_entry(self._site, index).agent_address) as connection:
-            while time.monotonic() < deadline:
-                try:
-                    engine = await call(
-                        stubs.EngineAgentServiceStub(connection).GetEngine,
-                        pb.GetEngineRequest(),
-                        pb.GetEngineResponse,
-                        timeout=CALL_SECONDS,
-                        peer=f"engine-{index}",
-                        token=self._token,
-                    )
-                except KestrlError as error:
-                    log.warning("engine-%d is ended at once: %s", index, error)
-                    return
-                if engine.load.running + engine.load.waiting == 0:
-                    return
-                await asyncio.sleep(LOOK_SECONDS)
 
     def write(self) -> None:
         """Writes which engines there are, for the learner."""

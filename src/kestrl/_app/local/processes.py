@@ -25,8 +25,6 @@ LOCAL = "pip install 'kestrl[local]'"
 """Command that installs all of them."""
 LAST_LINES_SECONDS = 5.0
 """Time limit in seconds for the remaining output of a program that has ended with all its children."""
-STOP_SECONDS = 40.0
-"""Seconds between SIGTERM and SIGKILL: longer than any component takes to drain."""
 KEPT_OUT = frozenset({"VLLM_CPU_KVCACHE_SPACE", "PYTHONDONTWRITEBYTECODE", *(secret.value for secret in Secret)})
 """Environment variables that components do not inherit: an empty first one stops vLLM, the second one forces a
 compilation on every start, and credentials belong to the run."""
@@ -76,7 +74,7 @@ class Running:
             self.guard_pipe = -1
 
     def terminate(self) -> None:
-        """Sends SIGTERM; the guard kills the process after `STOP_SECONDS`."""
+        """Sends SIGTERM; the guard kills the process after its component's `stop_seconds`."""
         if self.process.returncode is None:
             self.process.terminate()
 
@@ -123,7 +121,7 @@ class Launcher:
         read_end, guard_pipe = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *guard_command(read_end, self.command(component), grace=STOP_SECONDS),
+                *guard_command(read_end, self.command(component), grace=component.stop_seconds),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -101,8 +101,7 @@ class Runner:
         granted = Secrets(job, options.manifest_dir).by_role()
         launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
         self._supervisor = Supervisor(components, launcher, self._changed)
-        token = credentials[Secret.LEARNER_TO_INFERENCE.value]
-        self._fleet = EngineFleet(job, site, run.path, ports, self._supervisor, token, view.say)
+        self._fleet = EngineFleet(job, site, run.path, ports, self._supervisor, view.say)
         self._interrupts = 0
 
     def _changed(self, *, force: bool = False) -> None:

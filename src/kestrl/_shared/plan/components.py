@@ -93,6 +93,8 @@ class Component:
     """Whether the component is restarted when it exits by itself; killed components always are. The learner's exit ends
     the run."""
 
+    stop_seconds: float = 40.0
+    """Seconds between SIGTERM and SIGKILL on one machine: longer than it takes to drain."""
     own_secrets: tuple[Secret, ...] = ()
     """Credentials in addition to those of the role."""
     user_secrets: Mapping[str, SecretKey] = field(default_factory=dict[str, SecretKey])

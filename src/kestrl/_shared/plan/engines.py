@@ -21,6 +21,15 @@ SPARE_SLOTS = 1
 """Adapter slots beyond those of a batch, which the launcher gives engines of old versions."""
 ROUTES = "KESTRL_ENGINE_ROUTES"
 """Environment variable with the routes of an engine that its guard opens, as JSON `{"open": [...], "data": [...]}`."""
+DRAIN_MODULE = f"{OURS}inside.drain"
+"""Drains the engine of a pod: `python -m MODULE PORT SECONDS`."""
+STOP_SLACK = 30.0
+"""Seconds to end an engine in that has drained."""
+
+
+def engine_stop_seconds(spec: JobSpec) -> float:
+    """Seconds between SIGTERM and SIGKILL of an engine and its agent: a turn that runs may take its whole deadline."""
+    return spec.rollout.deadlines.turn + STOP_SLACK
 
 
 def engine_rank(engine: str, rank: int) -> int:

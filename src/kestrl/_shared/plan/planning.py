@@ -9,7 +9,14 @@ from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import USUAL_WORKERS, Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
-from kestrl._shared.plan.engines import engine_component, engine_places, engine_servers, engine_url, failure_file
+from kestrl._shared.plan.engines import (
+    engine_component,
+    engine_places,
+    engine_servers,
+    engine_stop_seconds,
+    engine_url,
+    failure_file,
+)
 from kestrl._shared.plan.environments import environment_entries, offers_tools, outside_environment
 from kestrl._shared.plan.evaluation import evaluation_sampling
 from kestrl._shared.plan.judges import (
@@ -122,9 +129,10 @@ def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
             "failure_file": failure_file(site, index),
             "slots": job.spec.inference.adapter_slots,
             "probe_bound": PROBE_BOUND[job.spec.model.dtype],
+            "drain_seconds": job.spec.rollout.deadlines.turn,
         }
     )
-    return _component(Role.INFERENCE, index, settings, site)
+    return replace(_component(Role.INFERENCE, index, settings, site), stop_seconds=engine_stop_seconds(job.spec))
 
 
 def _tools(job: AgentRLJob, site: Site) -> Component:

@@ -11,24 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes.ports import free_port
 
 from kestrl._app.local import engine_fleet
 from kestrl._app.local.engine_fleet import EngineFleet, ScaleRequest, check_scale
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.site import replicas
 from kestrl._app.local.supervisor import Supervisor
-from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import Endpoint, Site
 from kestrl._shared.spec import AgentRLJob, parse_job
-from kestrl.api.inference.v1 import inference_pb2 as pb
-from kestrl.api.inference.v1 import inference_pb2_grpc as stubs
 from kestrl.errors import UserInputError
 
 SLEEPER = "import time; time.sleep(600)"
+DRAINER = """
+import os, signal, time
+def drain(*_):
+    open("drains", "w").close()
+    while not os.path.exists("drained"):
+        time.sleep(0.01)
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, drain)
+open("started", "w").close()
+time.sleep(600)
+"""
+"""An agent: after SIGTERM it ends when its engine has drained."""
 
 
 def job(replicas: Any = 1, **spec: Any) -> AgentRLJob:
@@ -48,25 +56,14 @@ def job(replicas: Any = 1, **spec: Any) -> AgentRLJob:
     )
 
 
-class Agent(stubs.EngineAgentServiceServicer):
-    """Reports running requests."""
-
-    running = 1
-    asked = 0
-
-    async def GetEngine(self, request: Any, context: Any) -> pb.GetEngineResponse:
-        self.asked += 1
-        return pb.GetEngineResponse(load=pb.EngineLoad(running=self.running))
-
-
 class Fleet:
-    """A fleet of sleepers, one of whose agents is real."""
+    """A fleet of sleepers."""
 
-    def __init__(self, folder: Path, agent_address: str) -> None:
+    def __init__(self, folder: Path) -> None:
         (folder / "logs").mkdir()
+        (folder / "drainer.py").write_text(DRAINER)
         (folder / "sleeper.py").write_text(SLEEPER)
         self.folder, self.ports, self.said = folder, dict[Any, int](), list[str]()
-        self._agent = agent_address.rpartition(":")[2]
         launcher = Launcher(folder=folder, secrets={secret.value: "x" for secret in Secret}, environment=os.environ)
         learner = Component(name="learner-0", role=Role.LEARNER, module="sleeper", restarts=False)
         self.supervisor = Supervisor([learner], launcher, lambda: None)
@@ -82,15 +79,13 @@ class Fleet:
             work_dir=str(folder),
             engines_file=str(folder / "engines.json"),
         )
-        token = Secret.LEARNER_TO_INFERENCE.here() or ""
-        self.fleet = EngineFleet(job(), site, folder, self.ports, self.supervisor, token, self.said.append)
+        self.fleet = EngineFleet(job(), site, folder, self.ports, self.supervisor, self.said.append)
         self.fleet._components = lambda index: tuple(  # what the plan makes of it needs an engine
-            Component(name=f"{role}-{index}", role=role, module="sleeper") for role in (Role.ENGINE, Role.INFERENCE)
+            Component(name=f"{role}-{index}", role=role, module=module)
+            for role, module in ((Role.ENGINE, "sleeper"), (Role.INFERENCE, "drainer"))
         )
 
     def _endpoint(self, role: Role, index: int) -> Endpoint:
-        if (role, index) == (Role.INFERENCE, 1):
-            return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=int(self._agent))
         return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=self.ports.get((role, index), 1))
 
     def asks_for(self, engines: int) -> None:
@@ -113,52 +108,40 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-async def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fleet, Agent]]:
+async def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(engine_fleet, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(engine_fleet, "SETTLE_SECONDS", 0.02)
-    agent, stop, address = Agent(), asyncio.Event(), f"127.0.0.1:{free_port()}"
-    serving = asyncio.create_task(
-        rpc.serve(
-            "inference-1",
-            address,
-            lambda server: stubs.add_EngineAgentServiceServicer_to_server(agent, server),
-            until=stop.wait(),
-            grace=0.1,
-        )
-    )
-    fleet = Fleet(tmp_path, address)
+    fleet = Fleet(tmp_path)
     fleet.fleet.write()
     tasks = [asyncio.create_task(fleet.supervisor.run()), asyncio.create_task(fleet.fleet.run())]
     try:
-        yield fleet, agent
+        yield fleet
     finally:
+        (tmp_path / "drained").touch()
         for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        stop.set()
-        await serving
 
 
-async def test_engines_join_and_leave_when_their_turns_are_over(scaled: tuple[Fleet, Agent]) -> None:
-    fleet, agent = scaled
+async def test_engines_join_and_leave_when_their_turns_are_over(scaled: Fleet) -> None:
+    fleet = scaled
     await until(lambda: "learner-0" in fleet.running)
     assert fleet.listed == ["engine-0"]
     fleet.asks_for(2)
-    await until(lambda: {"engine-1", "inference-1"} <= fleet.running)
+    await until(lambda: {"engine-1", "inference-1"} <= fleet.running and (fleet.folder / "started").exists())
     assert fleet.listed == ["engine-0", "engine-1"]
     assert {(Role.ENGINE, 1), (Role.INFERENCE, 1), (Role.INFERENCE, 1, "metrics")} == set(fleet.ports)
     fleet.asks_for(1)
-    await until(lambda: agent.asked >= 3)
+    await until((fleet.folder / "drains").exists)
     assert fleet.listed == ["engine-0"], "it gets no further turn"
     assert {"engine-1", "inference-1"} <= fleet.running, "it has one that is not over"
-    agent.running = 0
+    (fleet.folder / "drained").touch()
     await until(lambda: fleet.running == {"learner-0"})
     await until(lambda: fleet.said == ["engine-1 joins the run", "engine-1 has left the run"])
 
 
-async def test_a_request_that_cannot_be_followed_is_said_and_changes_nothing(scaled: tuple[Fleet, Agent]) -> None:
-    fleet, _ = scaled
+async def test_a_request_that_cannot_be_followed_is_said_and_changes_nothing(scaled: Fleet) -> None:
+    fleet = scaled
     (fleet.folder / "scale.json").write_text('{"engines": 0}')
     await until(lambda: fleet.said)
     assert "scale.json is not followed" in fleet.said[0]

@@ -100,6 +100,35 @@ async def test_an_engine_that_leaves_gets_no_session_and_its_turns_are_accepted(
         assert len(stage.asked()) == 12, "no scenario was attempted twice"
 
 
+async def test_an_engine_that_drains_gets_no_session_and_its_turns_are_accepted(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines_module, "STRAGGLER_SECONDS", 3600.0)
+    async with staged(engines=2) as stage:
+        worker, leaver = stage.workers[0], stage.agents[0]
+        worker.gate = asyncio.Event()
+        async with running(stage.but(validation=None)) as (run, _):
+            await until(lambda: worker.running == 6)
+            assert named(stage.asked()[-2:]) == {"engine-0", "engine-1"}
+            leaver.state = ipb.ENGINE_STATE_DRAINING
+            await until(lambda: worker.updates)
+            assert named(worker.updates) == {"engine-1"}
+            fleet = run.progress.state.engines
+            assert [report.state for report in fleet.reports] == ["draining", "serving"]
+            assert (fleet.verified, fleet.total) == (1, 1), "what stays has proved it"
+            loads = leaver.loads
+            worker.gate.set()
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["failures"] == {}
+        assert {turn.engine for group in stage.groups(1) for each in group.episodes for turn in each.turns} >= {
+            "engine-0"
+        }
+        assert leaver.loads == loads, "no further version is loaded on it, and no publication waits for it"
+        assert named(stage.asked()[2:]) == {"engine-1"}
+        assert stage.states == {"trained": 12}
+        assert len(stage.asked()) == 12, "no scenario was attempted twice"
+
+
 async def test_a_file_that_cannot_be_read_takes_no_engine_away(tmp_path: Any) -> None:
     path = tmp_path / "engines.json"
     found = EnginesOfFile(path)

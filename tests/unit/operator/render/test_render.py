@@ -11,6 +11,7 @@ from tests.unit.operator.samples import job
 
 from kestrl._shared.credentials import held_by
 from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
@@ -439,7 +440,25 @@ def test_a_job_says_how_long_its_learner_may_take_to_end(overrides: tuple[str, .
     assert isinstance(learner.settings, LearnerSettings)
     assert learner.settings.grace_seconds <= seconds
     others = {role: pod(render(made), role)["terminationGracePeriodSeconds"] for role in ROLES[:-1]}
-    assert others == {"inference": 30, "tools": 30, "judge": 30, "rollout": 90}
+    assert others == {"inference": 90, "tools": 30, "judge": 30, "rollout": 90}
+
+
+@pytest.mark.parametrize(("deadline", "seconds"), [("2m", 150), ("45.5s", 76)])
+def test_an_engine_outlives_the_turns_that_it_answers(deadline: str, seconds: int) -> None:
+    made = given(f"rollout.deadlines.turn={deadline}", "rollout.deadlines.tool=10s", "rollout.deadlines.episode=1h")
+    engine, agent = (template := pod(render(made), "inference"))["containers"]
+    assert template["terminationGracePeriodSeconds"] == seconds
+    limit = engine["lifecycle"]["preStop"]["exec"]["command"][-1]
+    port = str(engine["ports"][0]["containerPort"])
+    assert engine["lifecycle"] == {
+        "preStop": {"exec": {"command": ["python", "-m", "kestrl_inference.inside.drain", port, limit]}}
+    }
+    assert "lifecycle" not in agent, "it gets its SIGTERM at once, and says that its engine drains"
+    (settings,) = [component.settings for component in made.of(Role.INFERENCE)[:1]]
+    assert isinstance(settings, AgentSettings)
+    assert settings.drain_seconds == float(limit) <= seconds - 30
+    others = [container for role in ROLES[1:] for container in pod(render(made), role)["containers"]]
+    assert not [container for container in others if "lifecycle" in container]
 
 
 def test_a_parked_job_keeps_its_objects_and_runs_nothing() -> None:

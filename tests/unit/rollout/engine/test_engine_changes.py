@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
+from kestrl.engines import DRAINING
 from kestrl_rollout.engine.client import EngineAddress
 from kestrl_rollout.engine.engine_set import EARLY, EngineSet, EngineSets
 
@@ -98,6 +100,44 @@ async def test_a_turn_waits_while_no_engine_serves_its_policy(make_stage: Any) -
     (episode,) = (await running).episodes
     assert episode.failure is None
     assert [turn.engine for turn in episode.turns] == ["engine-0", "engine-1"]
+
+
+def drains(_prompt: Prompt) -> Fault:
+    """What the guard of a draining engine answers."""
+    error = {"message": "the engine drains", "type": DRAINING, "code": 503}
+    return Fault(status=503, body=json.dumps({"error": error}))
+
+
+async def test_a_turn_that_a_draining_engine_refuses_moves_and_is_no_failure(make_stage: Any) -> None:
+    stage = await make_stage(engines=4)
+    stage.says(CALL, "Done.")
+    for leaving in stage.engines[:3]:
+        leaving.script = drains
+    episode = await stage.episode()
+    assert episode.failure is None
+    assert [turn.engine for turn in episode.turns] == ["engine-3"] * 2
+    assert episode.metrics["engine_retries"] == 0
+    moved = [engine.prompts[0] for engine in stage.engines]
+    assert len({tuple(prompt.token_ids) for prompt in moved}) == 1, "the tokens move with the turn"
+    assert len({prompt.sampling["seed"] for prompt in moved}) == 1
+
+
+async def test_a_turn_of_the_only_engine_that_drains_waits_for_another(make_stage: Any) -> None:
+    stage = await make_stage(engines=2)
+    stage.says("Done.")
+    refused = asyncio.Event()
+    stage.engines[0].script = lambda prompt: (refused.set(), drains(prompt))[1]
+    request = stage.request(size=1)
+    del request.engines[1]
+    running = asyncio.create_task(anext_group(stage, request))
+    await asyncio.wait_for(refused.wait(), 10)
+    await update(stage, 0, revision=1)  # the learner has not heard of it
+    await update(stage, revision=2)
+    await update(stage, 1, revision=3)
+    (episode,) = (await asyncio.wait_for(running, 20)).episodes
+    assert episode.failure is None
+    assert [turn.engine for turn in episode.turns] == ["engine-1"]
+    assert len(stage.engines[0].prompts) == 1, "it is not asked again"
 
 
 async def anext_group(stage: Any, request: Any) -> Any:

@@ -1,7 +1,8 @@
 """Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
 It also counts the seconds in which no request to sample or to score was being answered, and says them in a header of
-what it answers to the agent.
+what it answers to the agent. While the engine drains, it answers 503 to requests of others to data routes, and those
+that it has passed on go on.
 
 Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
 only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by
@@ -31,6 +32,19 @@ ROUTES = "KESTRL_ENGINE_ROUTES"
 
 IDLE_HEADER = b"x-kestrl-idle"
 """Header of answers to the agent: seconds without a request to a data route, and seconds since the start."""
+DRAIN = ("POST", "/kestrl/drain")
+"""The guard's own route, for the control key: drains the engine for `DRAIN_SECONDS`, and answers `{"running": n}`."""
+DRAIN_SECONDS = 10.0
+"""How long the engine drains after a request to. Who drains it repeats the request until the engine ends; an agent that
+is restarted alone leaves no engine behind that refuses every turn."""
+DRAINING = "EngineDraining"
+"""Type of the error with which a draining engine refuses a request."""
+REFUSALS = {
+    401: ("a key is required", "Forbidden"),
+    403: ("this key does not grant this route", "Forbidden"),
+    503: ("the engine drains and takes no further request", DRAINING),
+}
+"""Message and type of the error by status."""
 
 
 class IdleCount:
@@ -45,6 +59,11 @@ class IdleCount:
         self._began = self._since = clock()
         self._seconds = 0.0
         self._requests = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return self._requests
 
     def begin(self) -> None:
         """A request begins."""
@@ -89,10 +108,16 @@ def _routes(value: str) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str
 
 
 class ControlGuard:
-    """The middleware. Answers 401 without a key, and 403 for a key that does not grant the route."""
+    """The middleware. Answers 401 without a key, 403 for a key that does not grant the route, and 503 to the data key
+    while the engine drains.
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
+    Args:
+        app: The server behind it.
+        clock: A monotonic clock.
+    """
+
+    def __init__(self, app: Application, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
         data, control = os.environ.get(DATA_KEY, ""), os.environ.get(CONTROL_KEY, "")
         if not data or not control:
             raise RuntimeError(
@@ -100,7 +125,8 @@ class ControlGuard:
             )
         self._data, self._control = data.encode(), control.encode()
         self._open_routes, self._data_routes = _routes(os.environ.get(ROUTES, ""))
-        self._idle = IdleCount()
+        self._idle = IdleCount(clock)
+        self._drains_until = clock()
 
     def refusal(self, method: str, path: str, token: bytes) -> int | None:
         """Status to refuse a request with, or None to pass it on."""
@@ -109,7 +135,9 @@ class ControlGuard:
             return None
         if not token:
             return 401
-        return None if route in self._data_routes and hmac.compare_digest(token, self._data) else 403
+        if route not in self._data_routes or not hmac.compare_digest(token, self._data):
+            return 403
+        return 503 if self._clock() < self._drains_until else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -117,10 +145,14 @@ class ControlGuard:
             await self._app(scope, receive, send)
             return
         status = 403 if kind != "http" else self.refusal(scope["method"], scope["path"], bearer(scope["headers"]))
-        if status is None:
+        if status is None and (scope["method"], scope["path"]) == DRAIN:
+            self._drains_until = self._clock() + DRAIN_SECONDS
+            await _answer(200, {"running": self._idle.running}, send)
+        elif status is None:
             await self._pass_on(scope, receive, send)
         elif kind == "http":
-            await self._refuse(status, send)
+            message, error = REFUSALS[status]
+            await _answer(status, {"error": {"message": message, "type": error, "code": status}}, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -140,9 +172,9 @@ class ControlGuard:
         finally:
             self._idle.end()
 
-    async def _refuse(self, status: int, send: Send) -> None:
-        message = "a key is required" if status == 401 else "this key does not grant this route"
-        body = json.dumps({"error": {"message": message, "type": "Forbidden", "code": status}}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+
+async def _answer(status: int, content: object, send: Send) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

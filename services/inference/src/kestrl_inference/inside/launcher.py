@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from kestrl_inference.inside import describe, failure, versions, vllm_cpu
+from kestrl_inference.inside import describe, drain, failure, versions, vllm_cpu
 
 SERVER = "vllm.entrypoints.openai.api_server"
 ANSWERS = ("vllm.entrypoints.serve.disagg.protocol", "vllm.entrypoints.scale_out.token_in_token_out.protocol")
@@ -89,6 +89,7 @@ def _exists(module: str) -> bool:
 
 
 def main() -> None:
+    drain.end_at_sigterm()
     options = read_options(sys.argv[1:])
     version = describe.installed("vllm")
     if options.version is not None and not versions.matches(version, options.version):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from kestrl_inference.inside import describe, failure, sglang_cpu, versions
+from kestrl_inference.inside import describe, drain, failure, sglang_cpu, versions
 
 TRACES = "--enable-trace"
 TRACER = "opentelemetry"
@@ -85,6 +85,7 @@ def serve(arguments: Sequence[str], *, guard: bool) -> None:
 
 
 def main() -> None:
+    drain.end_at_sigterm()
     options = read_options(sys.argv[1:])
     version = describe.installed("sglang")
     if options.version is not None and not versions.matches(version, options.version):

@@ -1,7 +1,8 @@
 """The inference engines, and the policy versions that each has verified according to its agent.
 
 Engines come and go. One that joins gets no session before it has loaded and proved the version, and no publication
-waits for it; one that leaves is named no more, and its running turns are accepted.
+waits for it; one that leaves, as its agent says when it is asked to end, is named no more, and its running turns are
+accepted.
 
 One task per engine reconciles it: it polls the agent, retires versions that are no longer wanted and loads missing
 ones. Publishing adds a wanted version and waits. An engine that fails the verification of a version is quarantined for
@@ -101,7 +102,7 @@ class Engines:
 
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
-        return [known.entry for known in self._known if policy.name in known.proved and not known.suspected]
+        return [known.entry for known in self._known if known.serves(policy.name) and not known.suspected]
 
     def proved_since(self, policy: PolicyVersion, began: float) -> frozenset[str]:
         """Names of the engines that had proved a version at any time since `began`, by the loop's clock."""
@@ -254,7 +255,8 @@ class Engines:
         newest = self._progress.state.policy.version
         converged = 0 if newest is None else len(self.proved(newest))
         reports = tuple(self.reports())
-        self._progress.emit(EnginesObserved(verified=converged, reports=reports, total=len(reports)))
+        staying = sum(not known.leaving for known in self._known)
+        self._progress.emit(EnginesObserved(verified=converged, reports=reports, total=staying))
         self._changed.notify()
         self.changes.notify()
 
@@ -263,7 +265,7 @@ class Engines:
         self._proofs.observe(proved, now=asyncio.get_running_loop().time())
         # A suspected engine keeps the sessions that it has: they move when it does not answer.
         self.serving.update(
-            {policy: tuple(known.entry for known in self._known if policy.name in known.proved) for policy in wanted}
+            {policy: tuple(known.entry for known in self._known if known.serves(policy.name)) for policy in wanted}
         )
 
     async def _poll(self, known: KnownEngine) -> None:

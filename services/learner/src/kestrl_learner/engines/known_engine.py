@@ -70,7 +70,17 @@ class KnownEngine:
 
     def settled(self, name: str) -> bool:
         """Whether the engine's state for a version will not change soon."""
-        return name in self.proved or name in self.load_failures or self.lost or self.state is EngineState.DOWN
+        away = self.lost or self.state in {EngineState.DOWN, EngineState.DRAINING}
+        return away or name in self.proved or name in self.load_failures
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it drains: its turns are accepted, and it gets no further ones."""
+        return self.state is EngineState.DRAINING
+
+    def serves(self, name: str) -> bool:
+        """Whether requests may name the engine for a version."""
+        return name in self.proved and not self.leaving
 
     def storage_refused(self, name: str) -> bool:
         """Whether a version could not be stored beside the engine: its disk is full or not writable, and a person has
@@ -100,6 +110,8 @@ class KnownEngine:
 
     def serving_state(self, newest: PolicyVersion | None) -> ServingState:
         """The engine's state with respect to the newest published version."""
+        if self.leaving:
+            return ServingState.DRAINING
         if not self.up:
             return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
         if newest is None or newest.name in self.proved:

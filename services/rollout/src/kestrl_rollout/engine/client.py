@@ -13,12 +13,14 @@ from typing import Self
 
 from kestrl._shared.telemetry import trace_headers
 from kestrl.agents import Completion
-from kestrl.engines import EngineDialect, Generate
+from kestrl.engines import DRAINING, EngineDialect, Generate
 from kestrl.errors import EngineFailure, described
 from kestrl.redaction import Redactor
 from kestrl_rollout.engine.http import HttpClient, Lost, Unreachable
 
 MESSAGE_CHARACTERS = 300
+ENGINE_DRAINING = "engine_draining"
+"""Code of the refusal of an engine that leaves."""
 REFUSALS: Mapping[int, tuple[str, bool]] = {
     400: ("bad_request", False),
     401: ("unauthorized", False),
@@ -79,6 +81,8 @@ class EngineClient:
         """The failure for an HTTP status."""
         text = self._shown(payload)
         code, retryable = REFUSALS.get(status, ("engine_error", status >= 500 or status == 429))
+        if status == 503 and DRAINING.encode() in payload:
+            code, retryable = ENGINE_DRAINING, True
         if self._dialect.is_unknown_adapter(status, payload):
             code, retryable = "unknown_policy", True  # another engine may still have it
         return EngineFailure(f"{engine}: HTTP {status}: {text}", code=code, retryable=retryable)

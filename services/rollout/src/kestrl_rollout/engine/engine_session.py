@@ -1,7 +1,8 @@
 """One episode's requests to engines: placement of each call, and its move to another engine when one fails or leaves.
 
-A turn whose engine went away is sampled elsewhere from the same tokens and seed: the episode does not end by it. Any
-other failure is retried once.
+A turn whose engine went away is sampled elsewhere from the same tokens and seed: the episode does not end by it. One
+that a draining engine refuses is no failure: it moves, or waits for the learner to name another engine. Any other
+failure is retried once.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.agents import Completion, Limits
 from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
-from kestrl_rollout.engine.client import EngineAddress, EngineClient
+from kestrl_rollout.engine.client import ENGINE_DRAINING, EngineAddress, EngineClient
 from kestrl_rollout.engine.engine_set import EngineSet
 from kestrl_rollout.engine.sessions import Sessions
 
-AWAY = frozenset({"unreachable", "connection_lost"})
+AWAY = frozenset({"unreachable", "connection_lost", ENGINE_DRAINING})
 """Codes of failures that say that the engine went away, and nothing of the request."""
 MOVES = 8
 """Maximum moves of a turn; its deadline ends it earlier if engines do not answer at all."""
@@ -89,11 +90,14 @@ class EngineSession:
                 if self._engines.revision != revision:  # what failed before may have come back
                     failed, revision = [], self._engines.revision
                 failed.append(engine.name)
+                if error.code == ENGINE_DRAINING:
+                    await self._engines.without(failed)
                 if moves == MOVES or not self._worth_another(error, failed, retried=retried):
                     raise
                 retried = retried or error.code not in AWAY
+                if error.code != ENGINE_DRAINING:
+                    self.retries += 1
             moves += 1
-            self.retries += 1
 
     def _worth_another(self, error: EngineFailure, failed: Sequence[str], *, retried: bool) -> bool:
         """Whether another attempt may succeed."""

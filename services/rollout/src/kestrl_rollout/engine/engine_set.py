@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 from kestrl_rollout.engine.client import EngineAddress
@@ -44,6 +44,11 @@ class EngineSet:
     def addresses(self) -> Mapping[str, EngineAddress]:
         """Addresses by name."""
         return self._engines
+
+    async def without(self, drained: Collection[str]) -> None:
+        """Waits until there is another engine than those that drain, or the learner names none of them any more."""
+        while self._engines and self._engines.keys() <= set(drained):
+            await self._changed.wait()
 
     async def available(self) -> Mapping[str, EngineAddress]:
         """Addresses by name, at least one; waits while no engine serves the version."""

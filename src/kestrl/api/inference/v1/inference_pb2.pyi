@@ -36,6 +36,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Restarted without its adapters, which are being loaded and verified again."""
     ENGINE_STATE_DOWN: _EngineState.ValueType  # 4
     """Stopped answering."""
+    ENGINE_STATE_DRAINING: _EngineState.ValueType  # 5
+    """Leaves: running turns go on, and it takes no further one."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """State of an engine. The values mirror kestrl.states.EngineState."""
@@ -50,6 +52,8 @@ ENGINE_STATE_RECOVERING: EngineState.ValueType  # 3
 """Restarted without its adapters, which are being loaded and verified again."""
 ENGINE_STATE_DOWN: EngineState.ValueType  # 4
 """Stopped answering."""
+ENGINE_STATE_DRAINING: EngineState.ValueType  # 5
+"""Leaves: running turns go on, and it takes no further one."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 @_typing.final

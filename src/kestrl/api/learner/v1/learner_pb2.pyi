@@ -84,6 +84,8 @@ class _ServingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServingS
     """It could not verify the newest, gets no requests for it, and is retried."""
     SERVING_STATE_AWAY: _ServingState.ValueType  # 6
     """It, or its agent, has stopped answering."""
+    SERVING_STATE_DRAINING: _ServingState.ValueType  # 7
+    """It leaves, finishes its running turns and gets no further request."""
 
 class ServingState(_ServingState, metaclass=_ServingStateEnumTypeWrapper):
     """Whether an engine serves the newest version. The values mirror kestrl.states.ServingState."""
@@ -102,6 +104,8 @@ SERVING_STATE_QUARANTINED: ServingState.ValueType  # 5
 """It could not verify the newest, gets no requests for it, and is retried."""
 SERVING_STATE_AWAY: ServingState.ValueType  # 6
 """It, or its agent, has stopped answering."""
+SERVING_STATE_DRAINING: ServingState.ValueType  # 7
+"""It leaves, finishes its running turns and gets no further request."""
 Global___ServingState: _TypeAlias = ServingState  # noqa: Y015
 
 @_typing.final

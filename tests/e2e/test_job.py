@@ -108,7 +108,8 @@ def test_objects_of_a_user_with_a_jobs_names_are_left_alone(installation: Instal
 @pytest.mark.share(3)
 @pytest.mark.timeout(1500)
 def test_an_engine_joins_a_job_and_its_learner_goes_on(installation: Installation) -> None:
-    """Two engines become a range of which there are three: no pod is replaced, and the third samples for training."""
+    """Two engines become a range of which there are three: no pod is replaced, and the third samples for training until
+    it leaves again amid a step, which costs no scenario an attempt."""
     cluster = installation.cluster
     with installation.place("engines") as namespace:
         spec = {"data__train__size": 4000, "schedule__maxSteps": 1000, "inference__replicas": 2}
@@ -127,6 +128,38 @@ def test_an_engine_joins_a_job_and_its_learner_goes_on(installation: Installatio
         learner = cluster.get("pod", "grows-learner-0", namespace)
         assert [item["restartCount"] for item in learner["status"]["containerStatuses"]] == [0]
         installation.wait("grows", namespace, lambda job: len(job["status"].get("engines", ())) == 3, 120)
+
+        leaver = cluster.get("pod", "grows-inference-2", namespace)
+        grace = leaver["spec"]["terminationGracePeriodSeconds"]
+        assert grace == 90, "the deadline of a turn, and 30 s"
+        step = newest_adapter(installation, "grows")
+        installation.wait_for_adapter("grows", namespace, step + 1, 200)  # the next step has begun
+        with cluster.following("grows-inference-2", namespace, "inference") as log:
+            eventually("its agent's log is followed", lambda: b"serves on" in log.read_bytes(), 60)
+            cluster.kubectl("scale", "statefulset", "grows-inference", "--replicas=2", f"--namespace={namespace}")
+            gone = lambda: not cluster.exists("pod", "grows-inference-2", namespace)  # noqa: E731
+            eventually("it has ended before it would be killed", gone, grace)
+            eventually("its log ends", lambda: b"0 requests are left" in log.read_bytes(), 30)
+            assert b"drains: it takes no further turn" in log.read_bytes()
+        step = newest_adapter(installation, "grows")
+        installation.wait_for_adapter("grows", namespace, step + 2, 200)
+        assert trained_once(installation, "grows")
+        installation.wait("grows", namespace, lambda job: len(job["status"].get("engines", ())) == 2, 120)
+
+
+def trained_once(installation: Installation, job: str) -> bool:
+    """Whether every stored scenario was trained on once, and no group failed. One that is too old is sampled again."""
+    columns = ["step", "scenario", "group", "outcome", "failure_code"]
+    tables = [
+        parquet.read_table(BufferReader(bytes(obstore.get(installation.bucket, path).bytes())), columns=columns)
+        for path in stored(installation, job)
+        if "/episodes/train/" in path
+    ]
+    rows = [row for table in tables for row in table.to_pylist()]
+    failed = [row for row in rows if row["failure_code"] or row["outcome"] not in {"trained", "stale"}]
+    assert not failed, failed[:5]
+    groups = {(row["step"], row["scenario"], row["group"]) for row in rows if row["outcome"] == "trained"}
+    return len(groups) == len({scenario for _, scenario, _ in groups}) == 4 * len(tables)
 
 
 def engines_of_newest_step(installation: Installation, job: str) -> set[str]:

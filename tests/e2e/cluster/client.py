@@ -123,6 +123,22 @@ class Cluster:
         more = [f"--container={container}"] if container else []
         return self.kubectl("logs", pod, f"--namespace={namespace}", f"--previous={json.dumps(previous)}", *more)
 
+    @contextmanager
+    def following(self, pod: str, namespace: str, container: str) -> Generator[Path]:
+        """A file that follows a container's log until it ends, also after its pod is gone."""
+        command = self._kubectl(["logs", "--follow", pod, f"--namespace={namespace}", f"--container={container}"])
+        path = self.cache / f"{namespace}-{pod}.log"
+        with (
+            path.open("wb") as output,
+            subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **self._environment()}
+            ) as process,
+        ):
+            try:
+                yield path
+            finally:
+                process.terminate()
+
     def exec(self, pod: str, *command: str, namespace: str = DEFAULT_NAMESPACE, container: str = "") -> str:
         """Runs a command in a container; returns its output."""
         more = [f"--container={container}"] if container else []

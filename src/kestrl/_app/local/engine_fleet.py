@@ -19,7 +19,6 @@ from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.devices import VISIBLE, with_devices
 from kestrl._shared.plan.engines import engine_component, engine_entry
-from kestrl._shared.plan.judges import uses_own_engines
 from kestrl._shared.plan.planning import agent_component
 from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import Site
@@ -57,11 +56,6 @@ def check_scale(job: AgentRLJob, engines: int) -> None:
         raise UserInputError(
             f"engines={engines}: devices are assigned when a run starts, and this one has those of "
             f"{replicas.min} engines; raise spec.inference.replicas and run the job again, which resumes it"
-        )
-    if uses_own_engines(job.spec) and engines < replicas.min:
-        raise UserInputError(
-            f"engines={engines}: the judge of this job asks the {replicas.min} engines that it started with; "
-            "name an endpoint of its own in spec.rewards, or keep them"
         )
 
 

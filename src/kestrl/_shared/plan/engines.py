@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from kestrl._shared import engine_failure
 from kestrl._shared.plan.components import Component, Device, Ready, Role
@@ -57,9 +58,11 @@ def engine_places(spec: JobSpec, site: Site) -> dict[str, object]:
 
 
 def engine_servers(spec: JobSpec, site: Site) -> tuple[str, ...]:
-    """Where the judge finds the engines: a name, or one after the other."""
+    """Where the judge finds the engines: a name, a file, or one after the other."""
     if site.engine_service is not None:
         return (site.engine_service.engines,)
+    if site.engines_file is not None:
+        return (Path(site.engines_file).as_uri(),)
     return tuple(engine_url(site, index) for index in range(spec.inference.replicas.min))
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, SecretKey
 from kestrl._shared.plan.servers import RemoteServer, server_at
+from kestrl._shared.plan.settings.common import FILE
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel, RewardEntry, RulerEntry
 from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec.judges import CorrectnessSpec, JudgeSpec, Price, RulerSpec, SecondJudge
@@ -168,7 +169,7 @@ def _judges(judge: JudgeSpec, engine_urls: tuple[str, ...], keys: tuple[str, str
 def _own_model(judge: JudgeSpec, engine_urls: tuple[str, ...]) -> JudgeModel:
     return JudgeModel(
         model=BASE_MODEL_NAME,
-        base_urls=tuple(f"{url}/v1" for url in engine_urls),
+        base_urls=tuple(f"{url}{'#' if url.startswith(FILE) else ''}/v1" for url in engine_urls),
         key_variable=Secret.ENGINE_KEY.value,
         strict_schema=True,
         temperature=0.0 if judge.temperature is None else judge.temperature,

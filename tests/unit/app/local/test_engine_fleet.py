@@ -148,8 +148,9 @@ async def test_a_request_that_cannot_be_followed_is_said_and_changes_nothing(sca
     assert fleet.listed == ["engine-0"]
 
 
-def test_devices_and_judges_bound_the_number_of_engines() -> None:
+def test_devices_bound_the_number_of_engines() -> None:
     check_scale(job(2), 5)
+    check_scale(job(2, rewards=[{"ruler": {"self": True}}]), 1)  # its judge follows the engines
     with pytest.raises(UserInputError, match="between 1 and 256"):
         check_scale(job(2), 0)
     on_cards = job(2, inference={"accelerator": {"profile": "nvidia"}})

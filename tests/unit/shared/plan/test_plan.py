@@ -317,6 +317,19 @@ def judge_of(*overrides: str) -> tuple[Component, JudgeSettings]:
     return component, component.settings
 
 
+def test_the_judge_of_a_run_on_one_machine_follows_its_engines() -> None:
+    site = replace(SITE, engines_file="/runs/a run/engines.json")
+    job = job_with("rewards=[{ruler: {self: true}}]")
+    judge, learner = (
+        next(each for each in plan(job, site) if each.role is role) for role in (Role.JUDGE, Role.LEARNER)
+    )
+    assert isinstance(judge.settings, JudgeSettings)
+    assert isinstance(learner.settings, LearnerSettings)
+    assert judge.settings.ruler is not None
+    assert judge.settings.ruler.judges[0].base_urls == ("file:///runs/a%20run/engines.json#/v1",)
+    assert learner.settings.engines_file == "/runs/a run/engines.json"
+
+
 def test_only_a_ruler_on_the_jobs_engines_gets_their_key() -> None:
     component, settings = judge_of("rewards=[{ruler: {self: true}}]", "inference.contextLength=4000")
     assert settings.ruler is not None

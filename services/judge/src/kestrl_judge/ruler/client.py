@@ -15,6 +15,7 @@ from kestrl._shared.plan.settings.judge import JudgeModel
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.user_secrets import PresentRedactor, user_secret
+from kestrl.engines import DRAINING
 from kestrl.errors import described
 from kestrl_judge.ruler.completion import Reply, read_reply
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
@@ -181,6 +182,8 @@ class JudgeClient:
                 reason = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
                 raise _Retried(Reason.UNAVAILABLE, reason, sent=sent) from error
             except openai.APIStatusError as error:
+                if error.type == DRAINING:
+                    self._servers.unreachable(url)
                 raise self._of_status(error) from error
             except (openai.APIError, AnswerTooLong, ValueError) as error:  # an answer that is not a completion
                 reason = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
@@ -198,7 +201,7 @@ class JudgeClient:
         status: int = error.status_code
         message = f"status {status}: {self._redactor.text(str(error.message))[:300]}"
         if status in RETRIED:
-            asked = retry_after(error.response.headers)
+            asked = 0.0 if error.type == DRAINING else retry_after(error.response.headers)
             paced = status == TOO_MANY_REQUESTS
             return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=paced, sent=Sent.REFUSED)
         if status == UNAUTHORIZED and self._accepted and self._key():

@@ -1,14 +1,19 @@
-"""The equal servers of a judge model: those of the settings, or all addresses behind a name, as of now."""
+"""The equal servers of a judge model: those of the settings, or all behind a name or in a file, as of now."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from kestrl._shared.plan.settings.common import DNS
+from kestrl._shared.plan.settings.common import DNS, FILE, read_settings
+from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.rpc.lookup import resolved
+from kestrl.errors import UserInputError
 
+log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 """How long the addresses behind a name are used before they are looked up again."""
 AWAY_SECONDS = 10.0
@@ -19,12 +24,13 @@ class Servers:
     """Base URLs, used in turn.
 
     Args:
-        urls: Those of the settings; one as `dns://host:port/path` stands for every address of its host.
+        urls: Those of the settings. One as `dns://host:port/path` stands for every address of its host, and one as
+            `file:///FILE#PATH` for every engine that the file lists.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
-        self._present: dict[str, list[str]] = {url: [url] for url in urls if not url.startswith(DNS)}
+        self._present: dict[str, list[str]] = {url: [url] for url in urls if not url.startswith((DNS, FILE))}
         """URLs of servers by that of the settings."""
         self._looked: float | None = None
         self._away: dict[str, float] = {}
@@ -56,3 +62,18 @@ class Servers:
                 addresses = await resolved(parts.netloc)
                 if addresses is not None:  # a failed lookup does not mean that servers are gone
                     self._present[url] = [f"http://{address}{parts.path}" for address in sorted(addresses)]
+            elif url.startswith(FILE):
+                listed = await asyncio.to_thread(_listed, url)
+                if listed is not None:
+                    self._present[url] = listed
+
+
+def _listed(url: str) -> list[str] | None:
+    """The servers of the engines in a file; None if it cannot be read."""
+    parts = urlsplit(url)
+    try:
+        engines = read_settings(EngineList, Path(unquote(parts.path))).engines
+    except UserInputError as error:
+        log.warning("the engines cannot be looked up: %s", error)
+        return None
+    return [f"{engine.url}{parts.fragment}" for engine in engines]

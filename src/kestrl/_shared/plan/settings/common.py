@@ -15,6 +15,8 @@ POD_UID_VARIABLE = "KESTRL_POD_UID"
 """Environment variable with the uid of the pod of a tool service that claims sandboxes."""
 INDEX_VARIABLE = "KESTRL_INDEX"
 """Environment variable with the ordinal of an engine agent's pod."""
+FILE = "file://"
+"""Prefix of an address that stands for every engine that a file lists, on one machine."""
 DNS = "dns://"
 """Prefix of an address that stands for every address of its name: of a headless Service, one for each of its pods."""
 Settings = TypeVar("Settings", bound="ServiceSettings")

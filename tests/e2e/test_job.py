@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import obstore
@@ -145,6 +146,48 @@ def test_an_engine_joins_a_job_and_its_learner_goes_on(installation: Installatio
         installation.wait_for_adapter("grows", namespace, step + 2, 200)
         assert trained_once(installation, "grows")
         installation.wait("grows", namespace, lambda job: len(job["status"].get("engines", ())) == 2, 120)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_engines_evicted_and_lost_amid_a_step_cost_no_scenario(installation: Installation) -> None:
+    """As on nodes that are drained, and on spot nodes that go without notice: one of two engines by the eviction API,
+    then the other by force."""
+    cluster = installation.cluster
+    with installation.place("spot") as namespace:
+        spec = {"data__train__size": 4000, "schedule__maxSteps": 1000, "inference__replicas": 2}
+        cluster.apply(small("spot", **spec), namespace)
+        installation.wait_for_adapter("spot", namespace, 1, 500)
+
+        def lost(pod: str, lose: Callable[[], object]) -> None:
+            installation.wait("spot", namespace, lambda job: job["status"]["shown"]["converged"] == "2/2", 300)
+            uid, step = cluster.get("pod", pod, namespace)["metadata"]["uid"], newest_adapter(installation, "spot")
+            installation.wait_for_adapter("spot", namespace, step + 1, 200)  # the next step has begun
+            lose()
+            installation.wait_for_adapter("spot", namespace, step + 3, 300)
+            eventually("there is another pod", lambda: uid not in uids(installation, namespace), 200)
+
+        def drain_of_both_nodes() -> None:
+            evict(installation, "spot-inference-0", namespace)
+            with pytest.raises(CommandFailed, match="disruption budget"):
+                evict(installation, "spot-inference-1", namespace)
+
+        lost("spot-inference-0", drain_of_both_nodes)
+        force = ("--grace-period=0", "--force", f"--namespace={namespace}")
+        lost("spot-inference-1", lambda: cluster.kubectl("delete", "pod", "spot-inference-1", *force))
+        assert trained_once(installation, "spot")
+        assert installation.job("spot", namespace)["status"].get("restarts", 0) == 0
+
+
+def evict(installation: Installation, pod: str, namespace: str) -> None:
+    """Asks for the eviction of a pod, as the drain of its node does."""
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+    installation.cluster.kubectl("create", f"--raw={path}", "--filename=-", given=json.dumps(eviction))
+
+
+def uids(installation: Installation, namespace: str) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in installation.cluster.list("pods", namespace)}
 
 
 def trained_once(installation: Installation, job: str) -> bool:

@@ -114,6 +114,8 @@ class FakeEngine:
     """Requests to drain that it has received."""
     health_headers: dict[str, str] = field(default_factory=dict[str, str])
     version: str = "0.32.0"
+    metrics: str | None = None
+    """Page of metrics; without one it answers 404."""
     port: int = 0
     _runner: web.AppRunner | None = None
 
@@ -145,6 +147,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_post("/kestrl/drain", self._drain)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
@@ -311,6 +314,9 @@ class FakeEngine:
 
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": self.version})
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return _error(404, "there are no metrics") if self.metrics is None else web.Response(text=self.metrics)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503, headers=self.health_headers)

@@ -25,6 +25,7 @@ __all__ = [
     "Request",
     "Route",
     "Witness",
+    "Work",
 ]
 
 EngineName = Literal["vllm", "sglang"]
@@ -152,12 +153,28 @@ class Load:
     """Preemptions since the start."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an engine has done since its server's start, as its metrics count it."""
+
+    prompt_tokens: int = 0
+    """Tokens of prompts."""
+    cached_tokens: int = 0
+    """Tokens of these that were taken from the prefix cache."""
+    sampled_tokens: int = 0
+    prefill_seconds: float = 0.0
+    """Time in which prompts were computed, summed over requests."""
+    decode_seconds: float = 0.0
+    """Time in which tokens were sampled, summed over requests."""
+
+
 class Metrics(NamedTuple):
     """What is read of an engine's metrics."""
 
     born: float
     """Unix seconds of the server's start; 0.0 if unknown."""
     load: Load
+    work: Work = Work()
 
 
 class EngineDialect(Protocol):

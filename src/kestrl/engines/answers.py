@@ -51,3 +51,9 @@ def metric_sums(page: str, names: Collection[str]) -> dict[str, float]:
         if name in names:
             sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
     return sums
+
+
+def labelled_sum(page: str, name: str, label: str) -> float:
+    """A metric of a Prometheus page, summed over the lines that have a label such as `stage="prefill_forward"`."""
+    lines = (line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line)
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness
-from kestrl.engines.answers import json_object, listed_adapters, metric_sums
+from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness, Work
+from kestrl.engines.answers import json_object, labelled_sum, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
 from kestrl.episode import BASE_MODEL_NAME
@@ -28,6 +28,10 @@ LOAD_METRICS = (
     "sglang:num_queue_reqs",
     "sglang:num_retracted_requests_total",
 )
+TOKEN_METRICS = ("sglang:prompt_tokens_total", "sglang:cached_tokens_total", "sglang:generation_tokens_total")
+STAGES = "sglang:per_stage_req_latency_seconds_sum"
+PREFILL = 'stage="prefill_forward"'
+REQUEST_SECONDS, QUEUE_SECONDS = "sglang:e2e_request_latency_seconds_sum", "sglang:queue_time_seconds_sum"
 FINISHED = ("stop", "length", "abort")
 CPU_TOKENS = 32_768
 """Tokens of the KV cache on a CPU, where SGLang would take most of the memory. Override it with
@@ -164,11 +168,23 @@ class Sglang:
         return version
 
     def read_metrics(self, page: str) -> Metrics:
-        """The start is not on the page: a restart is detected by missing adapters."""
-        sums = metric_sums(page, LOAD_METRICS)
+        """The start is not on the page: a restart is detected by missing adapters. Neither is the time of decoding: it
+        is what queue and prefill leave of the requests' time.
+        """
+        sums = metric_sums(page, (*LOAD_METRICS, *TOKEN_METRICS, REQUEST_SECONDS, QUEUE_SECONDS))
         usage, running, waiting, retracted = (sums.get(name, 0.0) for name in LOAD_METRICS)
         load = Load(kv_usage=usage, running=int(running), waiting=int(waiting), preemptions=int(retracted))
-        return Metrics(0.0, load)
+        prefill = labelled_sum(page, STAGES, PREFILL)
+        decode = sums.get(REQUEST_SECONDS, 0.0) - sums.get(QUEUE_SECONDS, 0.0) - prefill
+        prompt, cached, sampled = (int(sums.get(name, 0.0)) for name in TOKEN_METRICS)
+        work = Work(
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            sampled_tokens=sampled,
+            prefill_seconds=prefill,
+            decode_seconds=max(0.0, decode),
+        )
+        return Metrics(0.0, load, work)
 
 
 def _generation(policy: str, token_ids: Sequence[int], sampling: Mapping[str, object], **more: object) -> Request:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness
+from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness, Work
 from kestrl.engines.answers import json_object, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
@@ -25,7 +25,14 @@ LOAD_METRICS = (
     "vllm:num_requests_waiting",
     "vllm:num_preemptions_total",
 )
-READ_METRICS = frozenset({START_METRIC, *LOAD_METRICS})
+WORK_METRICS = (
+    "vllm:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+)
+READ_METRICS = frozenset({START_METRIC, *LOAD_METRICS, *WORK_METRICS})
 IMPOSSIBLE_LOGPROB = -9998.0
 """Bound below which vLLM's -9999 lies, which stands for NaN, -inf and missing values."""
 SCORING = {
@@ -216,7 +223,15 @@ class Vllm:
         values = metric_sums(page, READ_METRICS)
         kv, running, waiting, preemptions = (values.get(name, 0.0) for name in LOAD_METRICS)
         load = Load(kv_usage=kv, running=int(running), waiting=int(waiting), preemptions=int(preemptions))
-        return Metrics(values.get(START_METRIC, 0.0), load)
+        prompt, cached, sampled, prefill, decode = (values.get(name, 0.0) for name in WORK_METRICS)
+        work = Work(
+            prompt_tokens=int(prompt),
+            cached_tokens=int(cached),
+            sampled_tokens=int(sampled),
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+        )
+        return Metrics(values.get(START_METRIC, 0.0), load, work)
 
 
 def _token_id(entry: _Scored) -> int:

@@ -28,6 +28,7 @@ from kestrl.runstate.state import (
     VerifiedPolicy,
 )
 from kestrl.runstate.states import RunPhase
+from kestrl.runstate.work import EngineWork
 from kestrl.tools import SandboxInUse
 
 
@@ -158,6 +159,17 @@ class EnginesObserved(RunEvent):
         builds = tuple(dict.fromkeys(seen))[:BUILDS]
         fleet = state.engines.but(total=total, verified=self.verified, reports=self.reports, builds=builds)
         return state.but(engines=fleet)
+
+
+class EnginesWorked(RunEvent):
+    """What the engines did since the last event of this kind."""
+
+    kind: Literal["engines_worked"] = "engines_worked"
+    work: dict[str, EngineWork]
+    """By the engine's name."""
+
+    def after(self, state: RunState) -> RunState:
+        return state.but(history=state.history.with_work(self.work))
 
 
 class GatheringBegan(RunEvent):

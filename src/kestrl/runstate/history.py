@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from kestrl.runstate.part import Part
+from kestrl.runstate.work import EngineWork, summed
 
 Means = dict[str, float]
 """Means over the held-out data, by name."""
@@ -233,6 +234,12 @@ class History(Part):
     stale: Stale = Stale()
     tools: ToolCounts = ToolCounts()
     idle: IdleTime = IdleTime()
+    work: dict[str, EngineWork] = Field(default_factory=dict[str, EngineWork])
+    """Work of each engine by its name; of more than `WORKING` engines, that of the later ones is under `OTHERS`."""
+
+    def with_work(self, work: Mapping[str, EngineWork]) -> History:
+        """The history with more work of engines."""
+        return self.but(work=summed(self.work, work))
 
     def with_step(self, counts: StepCounts, took: LastStep) -> History:
         """The history with one more step."""

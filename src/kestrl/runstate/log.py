@@ -25,6 +25,7 @@ Event = Annotated[
     | events.VersionPublished
     | events.VersionVerified
     | events.EnginesObserved
+    | events.EnginesWorked
     | events.GatheringBegan
     | events.GroupScored
     | events.FailureCounted

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kestrl.engines import Load
+from kestrl.engines import Load, Work
 from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure
 from kestrl_inference import engine as client
@@ -191,4 +191,20 @@ def test_the_load_is_read_from_vllms_own_metrics() -> None:
         'vllm:num_preemptions_total{engine="1",model_name="base"} 4.0\n'
     )
     assert Vllm().read_metrics(page).load == Load(kv_usage=0.25, running=3, waiting=2, preemptions=5)
-    assert Vllm().read_metrics("# nothing\n") == (0.0, Load())
+    assert Vllm().read_metrics("# nothing\n") == (0.0, Load(), Work())
+
+
+def test_the_work_is_read_from_vllms_own_metrics() -> None:
+    labels = '{engine="0",model_name="base"}'
+    page = (
+        f"vllm:prompt_tokens_total{labels} 900.0\n"
+        f"vllm:prefix_cache_hits_total{labels} 300.0\n"
+        f"vllm:external_prefix_cache_hits_total{labels} 7.0\n"
+        f"vllm:generation_tokens_total{labels} 120.0\n"
+        f"vllm:request_prefill_time_seconds_count{labels} 9.0\n"
+        f"vllm:request_prefill_time_seconds_sum{labels} 0.5\n"
+        f"vllm:request_decode_time_seconds_sum{labels} 1.5\n"
+    )
+    assert Vllm().read_metrics(page).work == Work(
+        prompt_tokens=900, cached_tokens=300, sampled_tokens=120, prefill_seconds=0.5, decode_seconds=1.5
+    )

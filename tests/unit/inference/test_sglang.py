@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kestrl.engines import POLICY_HEADER, Generate, Load
+from kestrl.engines import POLICY_HEADER, Generate, Load, Work
 from kestrl.engines.sglang import Sglang
 from kestrl.errors import EngineFailure
 from kestrl.testing.engines import LAUNCH
@@ -164,7 +164,25 @@ def test_adapters_version_and_load_are_read() -> None:
             f"sglang:num_retracted_reqs{labels} 9.0",
         ]
     )
-    assert DIALECT.read_metrics(page) == (0.0, Load(kv_usage=0.25, running=3, waiting=2, preemptions=1))
+    assert DIALECT.read_metrics(page) == (0.0, Load(kv_usage=0.25, running=3, waiting=2, preemptions=1), Work())
+
+
+def test_the_work_is_read_from_sglangs_own_metrics() -> None:
+    page = "\n".join(
+        [
+            'sglang:prompt_tokens_total{is_streaming="false",model_name="base"} 900.0',
+            'sglang:cached_tokens_total{cache_source="device",model_name="base"} 250.0',
+            'sglang:cached_tokens_total{cache_source="host",model_name="base"} 50.0',
+            'sglang:generation_tokens_total{is_streaming="false",model_name="base"} 120.0',
+            'sglang:per_stage_req_latency_seconds_sum{model_name="base",stage="prefill_forward"} 0.5',
+            'sglang:per_stage_req_latency_seconds_sum{model_name="base",stage="request_process"} 9.0',
+            'sglang:queue_time_seconds_sum{model_name="base"} 0.25',
+            'sglang:e2e_request_latency_seconds_sum{is_streaming="false",model_name="base"} 2.25',
+        ]
+    )
+    assert DIALECT.read_metrics(page).work == Work(
+        prompt_tokens=900, cached_tokens=300, sampled_tokens=120, prefill_seconds=0.5, decode_seconds=1.5
+    )
 
 
 @pytest.mark.parametrize(

@@ -277,3 +277,14 @@ async def test_idle_time_of_the_engine_is_passed_on_if_it_says_it(
     answer = await stage.seen()
     assert answer.HasField("idle") is (idle is not None)
     assert idle is None or (answer.idle.idle, answer.idle.observed) == idle
+
+
+async def test_the_work_of_the_engine_is_passed_on_while_it_answers(make_stage: Any) -> None:
+    stage = await make_stage()
+    assert not (await stage.seen()).HasField("work"), "it has not been looked at"
+    stage.engine.metrics = "vllm:prompt_tokens_total 9.0\nvllm:request_decode_time_seconds_sum 1.5\n"
+    await stage.look()
+    assert (await stage.seen()).work == inference_pb2.EngineWork(prompt_tokens=9, decode_seconds=1.5)
+    stage.engine.healthy = False
+    await stage.look()
+    assert not (await stage.seen()).HasField("work"), "what an engine that is down did is not known"

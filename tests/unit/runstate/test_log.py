@@ -19,6 +19,7 @@ from kestrl.runstate.history import History, LastStep, Mismatch, StepCounts, Too
 from kestrl.runstate.log import KINDS, Entry, Event, reduced
 from kestrl.runstate.state import Activity, EngineReport, Gauges, Learning, RunState, StoreAccess
 from kestrl.runstate.states import RunPhase, ServingState
+from kestrl.runstate.work import EngineWork
 from kestrl.tools import SandboxInUse
 
 WORDS = st.sampled_from(["", "a", "b \N{BELL SYMBOL}", "engine-0"])
@@ -33,6 +34,10 @@ SPECIAL: dict[type[events.RunEvent], st.SearchStrategy[Any]] = {
         reports=st.lists(st.builds(EngineReport, name=WORDS, state=st.sampled_from(ServingState)), max_size=2).map(
             tuple
         ),
+    ),
+    events.EnginesWorked: st.builds(
+        events.EnginesWorked,
+        work=st.dictionaries(WORDS, st.builds(EngineWork, sampled_tokens=COUNTS, busy_seconds=NUMBERS), max_size=2),
     ),
     events.HistoryRestored: st.builds(events.HistoryRestored, step=COUNTS, history=st.just(History(skipped_rows=2))),
     events.PhaseEntered: st.builds(

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import aiohttp
 
 from kestrl._shared.telemetry import trace_headers
-from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request
+from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request, Work
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
 from kestrl_inference.inside.drain import ANSWER_SECONDS
@@ -72,6 +72,7 @@ class Pulse:
     reason: str = ""
     """Why the engine is not healthy."""
     load: Load = field(default_factory=Load)
+    work: Work = field(default_factory=Work)
     idle: IdleSeconds | None = None
     """None if the engine's server does not count them."""
 
@@ -138,7 +139,14 @@ class Engine:
         except EngineFailure as error:
             return Pulse(healthy=False, born=0.0, adapters=frozenset(), reason=str(error))
         idle = idle_seconds(headers.get(IDLE_HEADER.decode()))
-        return Pulse(healthy=True, born=metrics.born, adapters=frozenset(adapters), load=metrics.load, idle=idle)
+        return Pulse(
+            healthy=True,
+            born=metrics.born,
+            adapters=frozenset(adapters),
+            load=metrics.load,
+            work=metrics.work,
+            idle=idle,
+        )
 
     async def _metrics(self) -> Metrics:
         try:

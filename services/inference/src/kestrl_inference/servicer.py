@@ -81,5 +81,6 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
             failure=None if watch.failure is None else failure_to_proto(watch.failure),
             load=pb.EngineLoad(**asdict(watch.load)),
             idle=None if watch.idle is None else pb.EngineIdle(**watch.idle._asdict()),
+            work=None if watch.work is None else pb.EngineWork(**asdict(watch.work)),
             build=None if self._adapters.build is None else pb.EngineBuild(**self._adapters.build._asdict()),
         )

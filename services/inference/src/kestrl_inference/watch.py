@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kestrl._shared import engine_failure
 from kestrl._shared.engine_failure import EngineStartFailure
-from kestrl.engines import Load
+from kestrl.engines import Load, Work
 from kestrl.errors import Boundary, DeadlineExceeded, EngineFailure, Failure
 from kestrl.runstate.states import EngineState
 from kestrl_inference.engine import BUSY, Engine, IdleSeconds, Pulse, until
@@ -47,6 +47,11 @@ class Watch:
     def load(self) -> Load:
         """Load at the last check."""
         return Load() if self._seen is None else self._seen.load
+
+    @property
+    def work(self) -> Work | None:
+        """Work until the last check; None while the engine has not answered one."""
+        return None if self._seen is None or not self._seen.healthy else self._seen.work
 
     @property
     def idle(self) -> IdleSeconds | None:

@@ -134,6 +134,7 @@ class Run:
             await self._end(self._resources, RunPhase.FAILED, reason=str(failure))
 
     async def _end(self, resources: RunResources, status: RunPhase, *, reason: str = "") -> None:
+        self.progress.record_work()
         state = self.progress.state
         summary = summary_of(
             state.but(learning=learning_in(state, self.settings)),

@@ -216,6 +216,7 @@ class RunResources:
         self.progress.emit(PhaseEntered(phase=RunPhase.EVALUATING, message=message))
         with self.progress.idle.waiting("evaluation"):
             means = await unless(self.drain, work)
+        self.progress.record_work()
         self.progress.emit(Evaluated(step=policy.step, means=means))
         self.sinks.evaluation(policy.step, means)
         self.progress.emit(ActivityNoted(message=f"held-out, {when}: {format_means(means)}"))

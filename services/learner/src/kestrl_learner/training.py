@@ -327,6 +327,7 @@ class Training:
             "gathered": state.gathering.facts(),
             **staleness_facts([done - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
         }
+        resources.progress.record_work()
         resources.sinks.step(done, facts)
         log.info("step %d: %s", done, facts)
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)

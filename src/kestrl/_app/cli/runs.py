@@ -31,6 +31,7 @@ from kestrl.terminal import safe, safe_line
 console = Console()
 DECODE_SECONDS = 60.0
 STOP_SECONDS = 120.0
+UNKNOWN = "-"
 
 
 def _advice(run: RunDir, state: LocalRunState) -> str:
@@ -52,12 +53,18 @@ def status(
     run_id: RunId = None,
     runs: Runs = DEFAULT_RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Print what each engine did: its rate, prefill and prefix cache.")
+    ] = False,
 ) -> None:
     """Show the state of a run: progress, components, failures, and the next command."""
     run = find_run(runs, run_id)
     known = observe(run)
     if as_json:
         typer.echo(json.dumps(known.as_json(), indent=2))
+        return
+    if engines:
+        _print_engines(run, (known.record or RunnerRecord()).state)
         return
     record, summary = known.record or RunnerRecord(), known.summary
     console.print(f"[bold]{run.id}[/] {known.state}" + (f" (pid {known.pid})" if known.pid else ""))
@@ -88,6 +95,31 @@ def _print_state(state: RunState, *, alive: bool) -> None:
     for wait in (state.storage.wait, state.tools.wait):
         if alive and wait:
             console.print(safe(f"waiting: {wait}"), markup=False, soft_wrap=True)
+
+
+def _print_engines(run: RunDir, state: RunState | None) -> None:
+    """Prints a table of what each engine did in the run."""
+    work = {} if state is None else state.history.work
+    if not work:
+        console.print(f"{run.id} has no counts of engines yet: they are taken at the end of each step", markup=False)
+        return
+    table = Table("engine", "sampled", "tokens/s", "prefill", "prompts", "cached", "at best")
+    for name, did in sorted(work.items()):
+        rate = did.tokens_per_second
+        table.add_row(
+            safe_line(name),
+            f"{did.sampled_tokens:,}",
+            UNKNOWN if rate is None else f"{rate:,.0f}",
+            _share(did.prefill_share),
+            f"{did.prompt_tokens:,}",
+            _share(did.cached_share),
+            _share(did.repeated_share),
+        )
+    console.print(table)
+
+
+def _share(share: float | None) -> str:
+    return UNKNOWN if share is None else f"{share:.0%}"
 
 
 def _print_components(record: RunnerRecord, *, alive: bool) -> None:

@@ -19,8 +19,9 @@ from kestrl._app.local.rundir import RunDir, make_folders
 from kestrl._app.local.runner_record import RunnerRecord, RunnerRecordFile
 from kestrl._shared.spec import parse_job
 from kestrl.episode import Episode, Group, Purpose, Scenario, StopReason
-from kestrl.runstate.history import IdleTime, LastStep
+from kestrl.runstate.history import History, IdleTime, LastStep
 from kestrl.runstate.state import EngineBuild, EngineFleet, RunState, StoreAccess
+from kestrl.runstate.work import EngineWork
 from kestrl.storage import open_store
 from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, ObjectEpisodeStore, StoredGroup
 
@@ -207,6 +208,28 @@ def test_status_shows_who_stood_idle_in_the_last_step_and_why(folder: Path) -> N
     record.flush()
     line = "idle in the last step: learner 41% (groups 40%, policy 1%), engines 55% (update 55%)"
     assert line in kestrl(folder, "status").stdout
+
+
+def test_status_shows_what_each_engine_did(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "job-1")
+    record = RunnerRecordFile(run.path / "run.json", RunnerRecord())
+    record.update(state=RunState())
+    record.flush()
+    assert "job-1 has no counts of engines yet" in kestrl(folder, "status", "--engines").stdout
+    did = EngineWork(
+        busy_seconds=20, sampled_tokens=24_000, prompt_tokens=60_000, cached_tokens=30_000, prefill_seconds=1,
+        decode_seconds=3, turn_tokens=500, repeated_tokens=400,
+    )  # fmt: skip
+    work = {"engine-0": did, "engine-[1]": EngineWork(prompt_tokens=7)}
+    record.update(state=RunState(history=History(work=work)))
+    record.flush()
+    shown = kestrl(folder, "status", "--engines").stdout
+    rows = [line.replace("│", " ").split() for line in shown.splitlines() if "engine-" in line]
+    assert rows == [
+        ["engine-0", "24,000", "1,200", "25%", "60,000", "50%", "80%"],
+        ["engine-[1]", "0", "-", "-", "7", "0%", "-"],
+    ]
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_status_shows_that_a_live_run_waits_for_its_storage(folder: Path) -> None:

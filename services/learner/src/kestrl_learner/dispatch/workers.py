@@ -312,7 +312,9 @@ class Workers:
 
         try:
             with span(SpanName.GROUP, {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}):
-                return await self._stream(worker, request, free)
+                group = await self._stream(worker, request, free)
+                self._progress.work.add(group)
+                return group
         except EnginesAway:
             raise
         except KestrlError:

@@ -37,7 +37,7 @@ from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Listeners, Signal
 from kestrl_learner.engines.admission import EngineLoad
 from kestrl_learner.engines.discovery import EngineDiscovery, discovery_of
-from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure
+from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure, reported_work
 from kestrl_learner.engines.proofs import Proofs
 from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
@@ -224,6 +224,7 @@ class Engines:
         for known in left:
             known.lost = True
             self._progress.idle.forget(known.entry.name)
+            self._progress.work.forget(known.entry.name)
         log.info("engines: %s joined, %s left", _names(joined), _names([known.entry for known in left]))
         self._publish_status()  # before anything is awaited: groups are to leave engines that leave
         for known in left:
@@ -309,6 +310,8 @@ class Engines:
                 version=build.version[:LONGEST_BUILD],
                 witness=build.witness[:LONGEST_BUILD],
             )
+        if (work := reported_work(seen)) is not None:
+            self._progress.work.observe(known.entry.name, work)
         if seen.HasField("idle") and known.up:
             self._progress.idle.observe(known.entry.name, idle=seen.idle.idle, observed=seen.idle.observed)
         else:

@@ -10,10 +10,12 @@ from typing import Any
 from kestrl._shared import engine_failure
 from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl._shared.rpc import Channel
+from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure, PlaceError, StorageInaccessible, StorageUnavailable
 from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState, ServingState
+from kestrl.runstate.work import EngineWork
 from kestrl_learner.engines.admission import EngineLoad
 
 LONGEST_REASON = 500
@@ -152,3 +154,17 @@ class KnownEngine:
             self.failure and str(self.failure)
         )
         return f"{self.entry.name}: {why or self.state or 'its agent has not answered'}"
+
+
+def reported_work(seen: pb.GetEngineResponse) -> EngineWork | None:
+    """The counts of an engine's server, as its agent reports them; None while it does not."""
+    if not seen.HasField("work") or not seen.HasField("idle"):
+        return None
+    return EngineWork(
+        busy_seconds=max(0.0, seen.idle.observed - seen.idle.idle),
+        prompt_tokens=seen.work.prompt_tokens,
+        cached_tokens=seen.work.cached_tokens,
+        sampled_tokens=seen.work.sampled_tokens,
+        prefill_seconds=seen.work.prefill_seconds,
+        decode_seconds=seen.work.decode_seconds,
+    )

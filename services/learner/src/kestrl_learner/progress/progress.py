@@ -16,6 +16,7 @@ from kestrl.runstate import events
 from kestrl.runstate.log import Entry, Event, reduced
 from kestrl.runstate.state import WINDOW_STEPS, Gauges, RunState
 from kestrl.tools import SandboxInUse
+from kestrl_learner.progress.engine_work import WorkCounts
 from kestrl_learner.progress.idle_clock import IdleClock
 from kestrl_learner.progress.tool_health import ToolHealth
 
@@ -61,6 +62,7 @@ class Progress:
         self.state = RunState()
         self.tools = ToolHealth(offered=offers_tools, window=episodes_per_step)
         self.idle = IdleClock()
+        self.work = WorkCounts()
         self.skipped: set[tuple[str, int]] = set()
         """Rows whose prompts leave no room in the context, by data set and ordinal."""
         self.unstored: deque[Entry] = deque(maxlen=UNSTORED)
@@ -125,6 +127,11 @@ class Progress:
         if gauges != old:
             self.state = self.state.but(gauges=gauges)
             self._wake()
+
+    def record_work(self) -> None:
+        """Records what the engines did since the last call."""
+        if work := self.work.lap():
+            self.emit(events.EnginesWorked(work=work))
 
     def end(self) -> None:
         """Ends the progress streams once they have sent the last state."""

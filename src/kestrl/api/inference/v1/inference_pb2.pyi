@@ -276,6 +276,44 @@ class EngineIdle(_message.Message):
 Global___EngineIdle: _TypeAlias = EngineIdle  # noqa: Y015
 
 @_typing.final
+class EngineWork(_message.Message):
+    """What an engine has done since its server's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    DECODE_SECONDS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Tokens of prompts."""
+    cached_tokens: _builtins.int
+    """Of these, tokens from the prefix cache."""
+    sampled_tokens: _builtins.int
+    """Sampled tokens."""
+    prefill_seconds: _builtins.float
+    """Seconds in which prompts were computed, summed over requests."""
+    decode_seconds: _builtins.float
+    """Seconds in which tokens were sampled, summed over requests."""
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        prefill_seconds: _builtins.float = ...,
+        decode_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_seconds", b"decode_seconds", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "sampled_tokens", b"sampled_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineWork: _TypeAlias = EngineWork  # noqa: Y015
+
+@_typing.final
 class EngineBuild(_message.Message):
     """What answers."""
 
@@ -320,6 +358,7 @@ class GetEngineResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Such as inference-0."""
     url: _builtins.str
@@ -348,6 +387,10 @@ class GetEngineResponse(_message.Message):
     def idle(self) -> Global___EngineIdle:
         """Idle time at the last check; not set if the server does not count it."""
 
+    @_builtins.property
+    def work(self) -> Global___EngineWork:
+        """Work until the last check; not set while the engine does not answer."""
+
     def __init__(
         self,
         *,
@@ -360,10 +403,11 @@ class GetEngineResponse(_message.Message):
         load: Global___EngineLoad | None = ...,
         build: Global___EngineBuild | None = ...,
         idle: Global___EngineIdle | None = ...,
+        work: Global___EngineWork | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build", b"build", "failure", b"failure", "idle", b"idle", "load", b"load", "name", b"name", "policies", b"policies", "restarts", b"restarts", "state", b"state", "url", b"url", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,7 +116,7 @@ def _remote_judges(job: AgentRLJob) -> tuple[JudgeCheck, dict[str, str]]:
 
 
 def _needs_engines(field: str, instead: str = "--base-url and --model") -> str:
-    return f"{field}.self: its engines run with the job only; serve the model with vLLM and give {instead}"
+    return f"{field}.self: its engines run with the job only; serve the model with vLLM or SGLang and give {instead}"
 
 
 def _endpoint_check(base_url: str | None, model: str | None, key_from: str, *, correctness: bool) -> JudgeCheck:

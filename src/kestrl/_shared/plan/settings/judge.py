@@ -32,7 +32,7 @@ class JudgeModel(Model):
     key_variable: str | None = None
     """Environment variable with the API key."""
     strict_schema: bool = False
-    """Whether the server enforces every keyword of a schema, as vLLM does."""
+    """Whether the server enforces every keyword of a schema, as engines of a job do."""
     temperature: float | None = None
     input_price: float = 0.0
     """US dollars per million tokens of prompts."""

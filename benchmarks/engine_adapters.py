@@ -1,8 +1,11 @@
-"""What an engine samples in a second, and what adapters in a batch cost it: the base model, 1, 4 and 16 adapters.
+"""What engines sample in a second, how fast they load an adapter, and what adapters in a batch cost: vLLM and SGLang
+beside each other in one run.
 
-Every engine that `kestrl engine install` has installed for CPUs, one after the other, with the tiny model: 64 turns of
-up to 48 tokens behind prompts of 64, 16 at a time, dealt to the adapters in turn. The cases alternate, and figures are
-medians over `ROUNDS`. The reference is the base model on the same engine.
+All engines that `kestrl engine install` has installed for CPUs are started with the tiny model: 64 turns of up to 48
+tokens behind prompts of 64, 16 at a time, dealt to 0 (the base model), 1, 4 or 16 adapters in turn. Only one engine has
+requests at any time; the cases alternate between engines, so that other work on the machine meets all of them alike,
+and figures are medians over `ROUNDS`. A base model is compared with the first engine's, adapters with the base model of
+their engine.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -81,47 +86,94 @@ class Client:
         return sum(counts) / (time.perf_counter() - began)
 
 
-async def rates(engine: Installed, started: StartedEngine, folders: Sequence[Path]) -> dict[int, float]:
-    """Median tokens per second by the number of adapters in the batch; 0 is the base model."""
+@dataclass
+class Measured:
+    """An engine that runs, and what was measured of it."""
+
+    name: str
+    client: Client
+    adapters: Sequence[str]
+    load_seconds: list[float]
+    """Seconds of each load of an adapter, until the engine answers."""
+    first_seconds: list[float]
+    """Seconds of each adapter's first turn."""
+    rates: dict[int, list[float]] = field(default_factory=lambda: {count: [] for count in (0, *COUNTS)})
+    """Tokens per second by the number of adapters in the batch; 0 is the base model."""
+
+    def policies(self, count: int) -> Sequence[str]:
+        return self.adapters[:count] if count else [BASE_MODEL_NAME]
+
+
+@asynccontextmanager
+async def measured(engine: Installed, started: StartedEngine, folders: Sequence[Path]) -> AsyncIterator[Measured]:
+    """An engine with all adapters loaded, each of which has sampled once: an adapter's first turn is slower."""
     dialect = DIALECTS[engine.record.engine]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         client = Client(dialect, started, session)
+        await client.turn(BASE_MODEL_NAME)
         names = [f"bench.{index}" for index in range(len(folders))]
+        loads, firsts = list[float](), list[float]()
         for name, folder in zip(names, folders, strict=True):
+            began = time.perf_counter()
             await client.send(dialect.load(name, str(folder)))
-        cases = {0: [BASE_MODEL_NAME], **{count: names[:count] for count in COUNTS}}
-        for policies in cases.values():  # an adapter's first request is slower
-            await asyncio.gather(*map(client.turn, policies))
-        seen: dict[int, list[float]] = {count: [] for count in cases}
+            loaded = time.perf_counter()
+            await client.turn(name)
+            loads.append(loaded - began)
+            firsts.append(time.perf_counter() - loaded)
+        yield Measured(f"{engine.record.engine}-{engine.record.version}", client, names, loads, firsts)
+
+
+async def compared(engines: Sequence[tuple[Installed, StartedEngine]], folders: Sequence[Path]) -> Sequence[Measured]:
+    """The measurements of all engines, case by case in turn."""
+    async with AsyncExitStack() as stack:
+        running = [await stack.enter_async_context(measured(*engine, folders)) for engine in engines]
         for _ in range(ROUNDS):
-            for count, policies in cases.items():
-                seen[count].append(await client.rate(policies))
-    return {count: statistics.median(values) for count, values in seen.items()}
+            for count in (0, *COUNTS):
+                for each in running:
+                    each.rates[count].append(await each.client.rate(each.policies(count)))
+        return running
 
 
-def figures(engine: Installed) -> Iterator[Row]:
-    model = locate_model("demo://tiny", base=Path.cwd(), field="model")
-    config = json.loads((Path(model) / "config.json").read_bytes())
-    with tempfile.TemporaryDirectory(prefix="kestrl-bench-") as scratch:
-        work = Path(scratch)
-        folders = [work / f"adapter-{index}" for index in range(max(COUNTS))]
-        for seed, folder in enumerate(folders):
-            write_random_adapter(config, folder, seed=seed)
-        with started_engine(engine, model, work, slots=max(COUNTS)) as started:
-            seen = asyncio.run(rates(engine, started, folders))
-    name = f"engine_adapters/{engine.record.engine}-{engine.record.version}"
-    yield Row(name=f"{name}/base", value=seen[0], unit="tokens/s")
+def rows(each: Measured, first: Measured) -> Iterator[Row]:
+    """The figures of an engine, beside those of the first one."""
+    name = f"engine_adapters/{each.name}"
+    own = {count: statistics.median(values) for count, values in each.rates.items()}
+    beside = None if each is first else first
+    base = None if beside is None else statistics.median(beside.rates[0])
+    against = "" if beside is None else beside.name
+    yield Row(name=f"{name}/base", value=own[0], unit="tokens/s", reference=base, against=against)
     for count in COUNTS:
         row = f"{name}/{count}_adapter{'s' if count > 1 else ''}"
-        yield Row(name=row, value=seen[count], unit="tokens/s", reference=seen[0], against="the base model")
+        yield Row(name=row, value=own[count], unit="tokens/s", reference=own[0], against="the base model")
+    for row, seconds, others in (
+        ("load", each.load_seconds, first.load_seconds),
+        ("first_turn", each.first_seconds, first.first_seconds),
+    ):
+        value = 1000 * statistics.median(seconds)
+        reference = None if beside is None else 1000 * statistics.median(others)
+        yield Row(name=f"{name}/{row}", value=value, unit="ms", reference=reference, against=against)
 
 
 def measure() -> Iterator[Row]:
     engines = [each for each in installed_engines(engines_folder()) if each.record.device == "cpu"]
     if not engines:
         raise UserInputError("no engine is installed; run: kestrl engine install vllm, kestrl engine install sglang")
-    for engine in engines:
-        yield from figures(engine)
+    engines.sort(key=lambda each: (tuple(DIALECTS).index(each.record.engine), each.record.version))
+    model = locate_model("demo://tiny", base=Path.cwd(), field="model")
+    config = json.loads((Path(model) / "config.json").read_bytes())
+    with tempfile.TemporaryDirectory(prefix="kestrl-bench-") as scratch, ExitStack() as stack:
+        folders = [Path(scratch) / f"adapter-{index}" for index in range(max(COUNTS))]
+        for seed, folder in enumerate(folders):
+            write_random_adapter(config, folder, seed=seed)
+        started = list[tuple[Installed, StartedEngine]]()
+        for number, engine in enumerate(engines):
+            work = Path(scratch) / f"engine-{number}"
+            work.mkdir()
+            running = started_engine(engine, model, work, slots=max(COUNTS))
+            started.append((engine, stack.enter_context(running)))
+        results = asyncio.run(compared(started, folders))
+    for each in results:
+        yield from rows(each, results[0])
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def test_counts_of_a_server_are_those_since_the_last_look_also_after_it_started_
         counts.observe("engine-0", EngineWork(prompt_tokens=7, sampled_tokens=sampled, decode_seconds=decode))
     assert counts.lap() == {"engine-0": EngineWork(prompt_tokens=7, sampled_tokens=30 + 20, decode_seconds=2.0 + 1.0)}
     assert counts.lap() == {}, "a lap is counted once"
+    counts.observe("engine-0", EngineWork(prompt_tokens=8, sampled_tokens=21, busy_seconds=9.0))
+    counts.observe("engine-0", EngineWork(prompt_tokens=8, sampled_tokens=22, busy_seconds=8.9))
+    assert counts.lap()["engine-0"].sampled_tokens == 1 + 1, "rounded seconds say nothing"
+    counts.observe("engine-0", EngineWork(prompt_tokens=9, sampled_tokens=23, busy_seconds=2.0))
+    assert counts.lap()["engine-0"].busy_seconds == 2.0, "a server that has been busy for a shorter time is a new one"
     counts.forget("engine-0")
     counts.observe("engine-0", EngineWork(sampled_tokens=900))
     assert counts.lap() == {}, "the engine under this name is another one"

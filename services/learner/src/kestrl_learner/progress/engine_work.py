@@ -12,6 +12,8 @@ from kestrl.runstate.work import EngineWork
 
 COMPARED_ROWS = 16
 """Rows of an episode that the beginning of another one is compared with."""
+ROUNDED = 1.0
+"""Seconds by which the time with a request, a difference of rounded numbers, may seem to fall."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,11 @@ def started_anew(counts: EngineWork, before: EngineWork) -> bool:
     """Whether counts that never fall are smaller than before. Pure. (Seconds of decoding may be what others leave of a
     sum, and fall.)
     """
-    return counts.prompt_tokens < before.prompt_tokens or counts.sampled_tokens < before.sampled_tokens
+    return (
+        counts.prompt_tokens < before.prompt_tokens
+        or counts.sampled_tokens < before.sampled_tokens
+        or counts.busy_seconds < before.busy_seconds - ROUNDED
+    )
 
 
 def turn_work(group: Group) -> Iterator[tuple[str, EngineWork]]:

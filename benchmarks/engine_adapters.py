@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,7 @@ class Measured:
 
 
 @asynccontextmanager
-async def measured(engine: Installed, started: StartedEngine, folders: Sequence[Path]) -> AsyncIterator[Measured]:
+async def measured(engine: Installed, started: StartedEngine, folders: Sequence[Path]) -> AsyncGenerator[Measured]:
     """An engine with all adapters loaded, each of which has sampled once: an adapter's first turn is slower."""
     dialect = DIALECTS[engine.record.engine]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:

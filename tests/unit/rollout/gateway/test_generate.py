@@ -99,6 +99,52 @@ async def test_the_face_is_vllms(serve: Any) -> None:
     assert models["data"][0]["max_model_len"] == 4096
 
 
+async def test_calls_and_final_text_are_the_jobs_to_read(serve: Any, call_text: Any) -> None:
+    """Rules and judges read the same of a client that owns its tokens: each call, malformed ones too, and the text."""
+    async with serve(sampling={"max_turns": 9, "max_tokens": 3000}) as (stage, client, end):
+        stage.says(
+            call_text("search", word="kestrel") + call_text("lift", x=1) + '<tool_call>{"name": "sea</tool_call>',
+            call_text("search", word="falcon"),
+            "A falcon.",
+        )
+        stage.tools.handlers["search"] = lambda arguments: f"found {arguments['word']}"
+        row: list[int] = []
+        for _ in range(3):
+            row += stage.ids("<|im_start|>assistant\n")
+            row += await client.ids(row)
+        answer = await mcp_call(client, "search", {"word": "falcon"})
+        episode = await end()
+    assert answer["content"][0]["text"] == "found falcon"
+    assert [(call.turn, call.name, call.outcome) for call in episode.tool_calls] == [
+        (0, "search", "unanswered"),
+        (0, "lift", "unanswered"),  # a tool of the client's own for all that is known here
+        (0, "", "invalid_json"),
+        (1, "search", "ok"),
+    ]
+    assert episode.tool_calls[0].arguments == {"word": "kestrel"}
+    assert (episode.tool_calls[3].text, episode.final_text) == ("found falcon", "A falcon.")
+    assert episode.metrics["tool_errors.invalid_json"] == 1
+    assert not {"tool_results_not_shown", "tool_calls_by_agent"} & episode.metrics.keys()
+
+
+async def test_a_turn_ends_before_the_clients_stop_token(serve: Any, call_text: Any) -> None:
+    async with serve() as (stage, client, end):
+        stage.says(call_text("search", word="kestrel"))
+        said = await client.ids([1], sampling={"stop_token_ids": [7]})
+        stage.engine.script = lambda prompt: Completion(token_ids=[*said[:-1], 7])
+        assert await client.ids([2], sampling={"stop_token_ids": [7]}) == [*said[:-1], 7]
+        episode = await end()
+    assert [call.arguments for call in episode.tool_calls] == [{"word": "kestrel"}] * 2
+    assert episode.turns[0].text == episode.turns[1].text
+
+
+async def mcp_call(client: Client, name: str, arguments: dict[str, Any]) -> Any:
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+    headers = {"authorization": f"Bearer {client.endpoint.api_key}"}
+    async with client.http.post(client.endpoint.mcp_url, json=message, headers=headers) as response:
+        return (await response.json())["result"]
+
+
 async def test_a_key_opens_its_own_episode_until_its_end(serve: Any) -> None:
     async with serve() as (stage, client, end), serve() as (_, other, _end):
         key, prompt = client.endpoint.api_key, [1]

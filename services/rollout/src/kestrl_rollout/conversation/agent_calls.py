@@ -33,6 +33,8 @@ class _Attempt:
     call: ToolCall
     place: int | None
     """Place among the calls of its turn; None for a call of the agent's own."""
+    results_shown: bool = True
+    """Whether later requests have its result as a message."""
     by_mcp: bool = False
     """Whether a tool of the job was called for it."""
     shown: bool = False
@@ -82,11 +84,21 @@ class AgentCalls:
         if self._calls.final:
             raise LimitReached("the episode is over: a tool has ended it")
 
-    def add_turn(self, turn: int, calls: Sequence[Call]) -> None:
-        """Adds the calls that the model wrote in a turn."""
+    def add_turn(self, turn: int, calls: Sequence[Call], *, results_shown: bool = True) -> None:
+        """Adds the calls that the model wrote in a turn.
+
+        Args:
+            turn: Index of the turn.
+            calls: Its calls.
+            results_shown: Whether later requests have messages, with the results and the tools that were offered. A
+                client that owns its tokens sends neither, so that a tool which the job does not have may be its own.
+        """
         for place, call in enumerate(calls):
             outcome = call.problem or CallOutcome.UNANSWERED
-            self._attempts.append(_Attempt(_record(turn, call.name, call.raw, call.arguments, outcome), place))
+            if outcome is CallOutcome.UNKNOWN_TOOL and not results_shown:
+                outcome = CallOutcome.UNANSWERED
+            record = _record(turn, call.name, call.raw, call.arguments, outcome)
+            self._attempts.append(_Attempt(record, place, results_shown))
 
     def show(self, turn: int, place: int, text: str, *, failed: bool) -> None:
         """Records the result of a call as the agent sent it to the model; the first one counts."""
@@ -149,7 +161,10 @@ class AgentCalls:
     def metrics(self) -> dict[str, float]:
         """What the calls' outcomes do not say, where there is any of it."""
         counts = {
-            NOT_SHOWN: sum(each.by_mcp and each.place is not None and not each.shown for each in self._attempts),
+            NOT_SHOWN: sum(
+                each.by_mcp and each.place is not None and each.results_shown and not each.shown
+                for each in self._attempts
+            ),
             OWN_CALLS: sum(each.place is None for each in self._attempts),
             "tool_results_cut": self._calls.cut,
         }

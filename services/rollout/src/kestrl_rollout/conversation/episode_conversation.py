@@ -23,24 +23,18 @@ from kestrl_rollout.conversation.agent_calls import AgentCalls
 from kestrl_rollout.conversation.main_row import MainRow, main_row
 from kestrl_rollout.conversation.platform_code import PlatformCode
 from kestrl_rollout.conversation.row_store import Place, RowStore
-from kestrl_rollout.conversation.tool_calls import ToolCalls, ToolLimits
+from kestrl_rollout.conversation.tool_calls import ToolCalls, ToolLimits, error_counts
 from kestrl_rollout.conversation.tool_session import OfferedTools, ToolSession
 from kestrl_rollout.conversation.transcript import Transcript
 from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
 from kestrl_rollout.conversation.turn_texts import TurnTexts
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
-from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Server
+from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Server, TokenCall
 from kestrl_rollout.requests import Deadlines
 
 NOTHING_SHOWN = "(nothing is shown)"
 """User message after an action upon which the environment shows nothing."""
-TOOL_ERRORS = tuple(
-    (f"tool_errors.{outcome}", outcome)
-    for outcome in CallOutcome
-    if outcome not in (CallOutcome.OK, CallOutcome.UNANSWERED)
-)
-"""Metric names of failed tool calls by outcome."""
 
 
 class EpisodeConversation:
@@ -211,13 +205,26 @@ class EpisodeConversation:
     async def generate_tokens(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *stop_token_ids)))
-        with self._placed_by_tokens(prompt_ids, max_tokens) as (place, seed):
-            sampled = await self._sample(place, seed, max_tokens, stops)
+        call = TokenCall(prompt_ids=prompt_ids, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        return (await self._generate_tokens(call))[1]
+
+    async def generate_served(self, call: TokenCall) -> Completion:
+        """Implements `kestrl_rollout.gateway.sampler.Sampler`."""
+        turn, completion = await self._generate_tokens(call)
+        with self._platform():
+            parsed = self._texts.parse(
+                completion, self._offered.schemas, reasoning=turn.reasoning_opened, further=call.stop_token_ids
+            )
+        self.job_tools.add_turn(turn.index, parsed.calls, results_shown=False)
+        return completion
+
+    async def _generate_tokens(self, call: TokenCall) -> tuple[Turn, Completion]:
+        stops = tuple(dict.fromkeys((*self._chat_model.stop_ids, *call.stop_token_ids)))
+        with self._placed_by_tokens(call.prompt_ids, call.max_tokens) as (place, seed):
+            sampled = await self._sample(place, seed, call.max_tokens, stops)
             reasoning = self._texts.opens_reasoning(place.prompt)
             text = self._texts.text(sampled.completion, stops, reasoning=reasoning)
-            self._record(place, seed, sampled, text, reasoning=reasoning)
-        return sampled.completion
+            return self._record(place, seed, sampled, text, reasoning=reasoning), sampled.completion
 
     async def generate_chat(self, call: ChatCall) -> ChatTurn:
         """Implements `kestrl_rollout.gateway.sampler.Sampler`."""
@@ -299,10 +306,7 @@ class EpisodeConversation:
         self._check_over()
 
     def _platform(self) -> PlatformCode:
-        return PlatformCode(self._record_failure)
-
-    def _record_failure(self, error: KestrlError) -> None:
-        self._broken = self._broken or error
+        return PlatformCode(self.abandon)
 
     def _prompt(self) -> list[int]:
         chat, toolset = self._chat_model.chat, self._offered.toolset
@@ -356,7 +360,7 @@ class EpisodeConversation:
 
     def abandon(self, error: KestrlError) -> None:
         """Makes every further use by a loop that runs on after its end fail."""
-        self._record_failure(error)
+        self._broken = self._broken or error
 
     @property
     def broken(self) -> KestrlError | None:
@@ -380,19 +384,16 @@ class EpisodeConversation:
         """Ends the conversation and completes the metrics; returns the stop reason."""
         self._over = True
         self.tool_calls += self.job_tools.records()
-        outcomes = [call.outcome for call in self.tool_calls]
         self._metrics |= {
             "num_turns": len(self.turns),
             "sampled_tokens": self._admission.sampled,
-            "tool_calls": len(outcomes),
+            "tool_calls": len(self.tool_calls),
             "forks": self._store.forks,
             "engine_retries": self._engine.retries,
-            **{name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS},
+            **error_counts(self.tool_calls),
             **self.job_tools.metrics(),
         }
-        if (stop := self._stop or self.limit) is not None:
-            return stop
         main = self.main
         last = [turn for turn in self.turns if main is not None and turn.row == main.row][-1:]
         cut = any(turn.finish_reason == "length" for turn in last)
-        return StopReason.MAX_TOKENS if cut else StopReason.ANSWERED
+        return self._stop or self.limit or (StopReason.MAX_TOKENS if cut else StopReason.ANSWERED)

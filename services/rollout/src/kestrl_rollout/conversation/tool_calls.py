@@ -18,6 +18,18 @@ from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 
 CUT_RESERVE = 24
 """Tokens reserved for the marker of a shortened result."""
+TOOL_ERRORS = tuple(
+    (f"tool_errors.{outcome}", outcome)
+    for outcome in CallOutcome
+    if outcome not in (CallOutcome.OK, CallOutcome.UNANSWERED)
+)
+"""Metric names of failed tool calls by outcome."""
+
+
+def error_counts(calls: Sequence[ToolCall]) -> dict[str, int]:
+    """Metrics that count failed tool calls by outcome."""
+    outcomes = [call.outcome for call in calls]
+    return {name: outcomes.count(outcome) for name, outcome in TOOL_ERRORS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

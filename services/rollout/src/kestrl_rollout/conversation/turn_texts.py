@@ -20,14 +20,22 @@ class TurnTexts:
         self._reader = chat_model.reader
         self.opens_reasoning = self._reader.opens_reasoning
 
-    def parse(self, completion: Completion, schemas: Schemas, *, reasoning: bool) -> Parsed:
+    def parse(
+        self, completion: Completion, schemas: Schemas, *, reasoning: bool, further: Sequence[int] = ()
+    ) -> Parsed:
         """A turn with its calls.
+
+        Args:
+            completion: The turn.
+            schemas: Schemas of the offered tools.
+            reasoning: Whether the prompt had opened the reasoning already.
+            further: Tokens that may have ended it beside the model's.
 
         Raises:
             UserCodeError: A user's format raised an exception.
         """
         ids, finish = completion.token_ids, completion.finish_reason
-        if finish == "stop" and ids[-1] in self._stop_ids:
+        if finish == "stop" and (ids[-1] in self._stop_ids or ids[-1] in further):
             ids = ids[:-1]
         return self._reader.parse(ids, schemas, reasoning=reasoning, cut=finish == "length")
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from kestrl.agents import Completion
 from kestrl_rollout.gateway.fields import FieldRules, Refused, limit, mapping, read_object
+from kestrl_rollout.gateway.sampler import TokenCall
 
 TOP = FieldRules(
     read=frozenset({"token_ids", "sampling_params"}),
@@ -46,9 +47,7 @@ PARAMETERS = FieldRules(
 class TokenRequest:
     """What a client asks to be sampled."""
 
-    prompt_ids: Sequence[int]
-    max_tokens: int | None
-    stop_token_ids: Sequence[int]
+    call: TokenCall
     metrics: Sequence[str]
     """Names of the metrics that count what was asked for and not obeyed."""
 
@@ -79,12 +78,12 @@ def read_request(body: bytes, *, vocabulary: int, context_length: int, sampling:
         )
     metrics = PARAMETERS.check(parameters, sampling, prefix="sampling_params.")
     stops = _ids(parameters.get("stop_token_ids") or [], "sampling_params.stop_token_ids", vocabulary)
-    return TokenRequest(
+    call = TokenCall(
         prompt_ids=prompt,
         max_tokens=limit(parameters, "max_tokens", prefix="sampling_params."),
         stop_token_ids=stops,
-        metrics=metrics,
     )
+    return TokenRequest(call=call, metrics=metrics)
 
 
 def _ids(given: Any, field: str, vocabulary: int) -> list[int]:

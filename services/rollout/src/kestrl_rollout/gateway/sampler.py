@@ -18,6 +18,17 @@ REFUSED = "refused."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCall:
+    """A call of a client that owns its tokens."""
+
+    prompt_ids: Sequence[int]
+    max_tokens: int | None
+    """Largest number of tokens that the client wants."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end the turn beside the model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
     """A call of a client that owns no tokens."""
 
@@ -78,9 +89,14 @@ class Sampler(Protocol):
     def limits(self) -> Limits: ...
     @property
     def job_tools(self) -> JobTools: ...
-    async def generate_tokens(
-        self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> Completion: ...
+    async def generate_served(self, call: TokenCall) -> Completion:
+        """Samples a turn behind a client's prompt, and adds the calls that it has to the episode's.
+
+        Raises:
+            LimitReached: A limit of the episode leaves no token.
+            KestrlError: The engine failed, or a deadline passed.
+        """
+        ...
 
     async def generate_chat(self, call: ChatCall) -> ChatTurn:
         """Samples a turn behind a prompt, and parses it.

@@ -177,18 +177,17 @@ class Gateway:
 
     async def _sample(self, opened: Opened, body: bytes) -> bytes:
         limits, metrics = opened.sampler.limits, opened.sampler.metrics
-        call_request = read_request(
+        token_request = read_request(
             body,
             vocabulary=self._chat_model.vocabulary.size,
             context_length=limits.context_length,
             sampling=job_sampling(limits),
         )
-        for name in call_request.metrics:
+        for name in token_request.metrics:
             count(metrics, name)
-        completion = await opened.sampler.generate_tokens(
-            call_request.prompt_ids, max_tokens=call_request.max_tokens, stop_token_ids=call_request.stop_token_ids
-        )
-        answer = write_answer(completion, answer_id=new_id("generate-"), prompt_tokens=len(call_request.prompt_ids))
+        completion = await opened.sampler.generate_served(token_request.call)
+        prompt_tokens = len(token_request.call.prompt_ids)
+        answer = write_answer(completion, answer_id=new_id("generate-"), prompt_tokens=prompt_tokens)
         return json.dumps(answer).encode()
 
     async def _chat(self, opened: Opened, request: web.Request, body: bytes, face: Face) -> web.StreamResponse:

@@ -207,6 +207,58 @@ async def test_what_harnesses_send_is_taken(agent: Any, call_text: Any) -> None:
         assert {name for name in episode.metrics if name.startswith("forks.")} == {"forks.new_conversation"}
 
 
+JOB_TOOLS = {
+    "type": "namespace",
+    "name": "mcp__job",
+    "description": "Tools in the mcp__job namespace.",
+    "tools": RESPONSE_TOOLS,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_in_namespaces_are_called_by_them(agent: Any, call_text: Any, stream: bool) -> None:
+    """Codex has the tools of MCP servers in namespaces: it is called by both names, and sends both back."""
+    async with agent() as one:
+        one.stage.says(call_text("mcp__job__search", word="a") + call_text("search", word="b"), "Done.")
+        options: dict[str, Any] = {"model": "policy", "tools": [*RESPONSE_TOOLS, JOB_TOOLS]}
+
+        async def ask(items: list[Any]) -> Any:
+            if not stream:
+                return await one.openai.responses.create(**options, input=items)
+            async with one.openai.responses.stream(**options, input=items) as events:
+                return await events.get_final_response()
+
+        items: list[Any] = [{"role": "user", "content": QUESTION}]
+        called = [item.to_dict() for item in (await ask(items)).output]
+        assert [(call["name"], call.get("namespace")) for call in called] == [("search", "mcp__job"), ("search", None)]
+        items += called
+        items += [{"type": "function_call_output", "call_id": call["call_id"], "output": "found"} for call in called]
+        assert (await ask(items)).output_text == "Done."
+        episode: Episode = await one.end()
+    assert [turn.row for turn in episode.turns] == [0, 0]
+    assert [call.name for call in episode.tool_calls] == ["mcp__job__search", "search"]
+    assert not any(name.startswith("asked_not_forced") for name in episode.metrics)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{**JOB_TOOLS, "tools": [{"type": "oracle"}]}], "tools[0].tools[0].type"),
+        ([{**JOB_TOOLS, "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+        ([{**JOB_TOOLS, "tools": "search"}], "tools[0].tools"),
+        ([{**JOB_TOOLS, "name": 1}], "tools[0].name"),
+        ([JOB_TOOLS, {**RESPONSE_TOOLS[0], "name": "mcp__job__search"}], "tools"),
+        ([JOB_TOOLS, JOB_TOOLS], "tools"),
+    ],
+)
+async def test_a_namespace_that_cannot_be_offered_is_refused(agent: Any, tools: Any, param: str) -> None:
+    async with agent() as one:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await one.openai.responses.create(model="policy", input=QUESTION, tools=tools)
+        assert refused.value.param == param
+        assert one.stage.engine.prompts == []
+
+
 async def test_errors_have_the_shape_of_their_api(agent: Any) -> None:
     async with agent(sampling={"max_turns": 1}) as one:
         one.stage.says("Hello.")

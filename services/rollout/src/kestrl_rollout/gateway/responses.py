@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         Refused: The client has to change it.
     """
     metrics = RULES.check(fields, sampling)
-    tools, others = _tools(fields.get("tools"))
+    tools, in_namespaces, others = _tools(fields.get("tools"))
     choice = fields.get("tool_choice")
     if choice == "none":
         tools = []
@@ -84,24 +85,57 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         model=string(fields.get("model"), "model"),
         max_tokens=limit(fields, "max_output_tokens"),
         stream=fields.get("stream") is True,
-        options={"tools": fields.get("tools") or [], "choice": choice or "auto", "instructions": instructions or None},
+        options={
+            "tools": fields.get("tools") or [],
+            "choice": choice or "auto",
+            "instructions": instructions or None,
+            "in_namespaces": in_namespaces,
+        },
         metrics=[*metrics, *([not_obeyed("tools")] if others else [])],
     )
 
 
-def _tools(value: Any) -> tuple[list[Mapping[str, Any]], int]:
-    """The tools that are functions, and how many are not."""
+def _tools(value: Any) -> tuple[list[Mapping[str, Any]], dict[str, Mapping[str, str]], int]:
+    """The tools that are functions, namespace and name of those in namespaces by the name that the model is shown, and
+    how many are no functions.
+    """
     tools: list[Mapping[str, Any]] = []
+    in_namespaces: dict[str, Mapping[str, str]] = {}
     others = 0
     for index, tool in enumerate(objects(value, "tools")):
-        kind, name = tool.get("type", "function"), f"tools[{index}]"
-        if kind == "function":
-            tools.append(function_tool(tool, name))
-        elif kind in NOT_FUNCTIONS:
-            others += 1
-        else:
-            raise Refused(f"{name} is of type {kind!r}; give a function", field=f"{name}.type")
-    return tools, others
+        name = f"tools[{index}]"
+        if tool.get("type") != "namespace":
+            others += not _add_function(tools, tool, name)
+            continue
+        namespace = string(tool.get("name"), f"{name}.name")
+        for place, inner in enumerate(objects(tool.get("tools"), f"{name}.tools")):
+            if not _add_function(tools, inner, f"{name}.tools[{place}]"):
+                others += 1
+                continue
+            function: dict[str, Any] = tools[-1]["function"]
+            shown = _in_namespace(namespace, function["name"])
+            in_namespaces[shown] = {"name": function["name"], "namespace": namespace}
+            function["name"] = shown
+    names = Counter(tool["function"]["name"] for tool in tools)
+    twice = next((shown for shown in in_namespaces if names[shown] > 1), None)
+    if twice is not None:
+        raise Refused(f"two tools are {twice!r}, one of them by its namespace; rename one", field="tools")
+    return tools, in_namespaces, others
+
+
+def _in_namespace(namespace: str, name: str) -> str:
+    """The name that the model is shown for a function in a namespace, as other clients name those of MCP servers."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _add_function(tools: list[Mapping[str, Any]], tool: Mapping[str, Any], name: str) -> bool:
+    """Adds a tool if it is a function; returns whether it is."""
+    kind = tool.get("type", "function")
+    if kind == "function":
+        tools.append(function_tool(tool, name))
+    elif kind not in NOT_FUNCTIONS:
+        raise Refused(f"{name} is of type {kind!r}; give a function", field=f"{name}.type")
+    return kind == "function"
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -156,11 +190,12 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any], kind: str, name: str) ->
         if not isinstance(item.get("name"), str):
             raise invalid(f"{name}.name", "a name")
         arguments = string(item.get("arguments"), f"{name}.arguments")
+        shown = _in_namespace(string(item.get("namespace"), f"{name}.namespace"), item["name"])
         turn["tool_calls"].append(
             {
                 "id": string(item.get("call_id"), f"{name}.call_id"),
                 "type": "function",
-                "function": {"name": str(item["name"]), "arguments": arguments or "{}"},
+                "function": {"name": shown, "arguments": arguments or "{}"},
             }
         )
 
@@ -179,7 +214,8 @@ def write(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
         )
     for call in reply.calls:
         entry = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "status": "completed"}
-        output.append({**entry, "name": call.name, "arguments": call.arguments})
+        named = request.options["in_namespaces"].get(call.name, {"name": call.name})
+        output.append({**entry, **named, "arguments": call.arguments})
     sampled = reply.sampled_tokens
     return {
         "id": new_id("resp_"),

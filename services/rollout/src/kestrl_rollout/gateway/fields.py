@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
+import msgspec
+
 from kestrl.agents import Limits
 from kestrl.errors import encodable
 
@@ -130,14 +132,21 @@ def read_object(body: bytes) -> dict[str, Any]:
         Refused: It is no JSON object.
     """
     try:
-        request: Any = json.loads(body.decode(), parse_constant=_refuse_constant)
-        if b"\\ud" in body.lower():  # lone surrogates, which no tokenizer takes, become question marks
-            request = json.loads(encodable(json.dumps(request, ensure_ascii=False)))
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from error
+        request: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        request = _repaired(body)
     if not isinstance(request, dict):
         raise Refused("the body is not a JSON object", code="invalid_json")
     return cast("dict[str, Any]", request)
+
+
+def _repaired(body: bytes) -> Any:
+    """A body with question marks for lone surrogates, which no tokenizer takes."""
+    try:
+        request: Any = json.loads(body.decode(), parse_constant=_refuse_constant)
+        return json.loads(encodable(json.dumps(request, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {error}", code="invalid_json") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:

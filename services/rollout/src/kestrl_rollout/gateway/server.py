@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import socket
 from collections import OrderedDict
@@ -13,6 +12,7 @@ from contextvars import Context, copy_context
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 from aiohttp import web
 
 from kestrl._shared.text.chat_model import ChatModel
@@ -188,7 +188,7 @@ class Gateway:
         completion = await opened.sampler.generate_served(token_request.call)
         prompt_tokens = len(token_request.call.prompt_ids)
         answer = write_answer(completion, answer_id=new_id("generate-"), prompt_tokens=prompt_tokens)
-        return json.dumps(answer).encode()
+        return msgspec.json.encode(answer)
 
     async def _chat(self, opened: Opened, request: web.Request, body: bytes, face: Face) -> web.StreamResponse:
         call = opened.responses.resolved(face.read(read_object(body), job_sampling(opened.sampler.limits)))
@@ -201,7 +201,7 @@ class Gateway:
             written = face.write(reply, call)
             if face is RESPONSES:
                 opened.responses.keep(written["id"], call, reply)
-            return json.dumps(written).encode()
+            return msgspec.json.encode(written)
 
         answer = self._answer(opened, request, body, work)
         if not call.stream:

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
+
 from kestrl.formats.objects import read_json
 
 BILLING = "x-anthropic-billing-header"
 """Beginning of a line that Claude Code adds to its system prompt, with another value in each call."""
 _ARGUMENTS = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-_TOOLS = json.JSONEncoder(sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Digests:
 
     @classmethod
     def of(cls, history: History) -> Digests:
-        tools = extended(b"", _TOOLS.encode(history.tools).encode())
+        tools = extended(b"", msgspec.json.encode(history.tools, order="sorted"))
         whole, without_tools, without_system = [tools], [b""], [tools]
         places: dict[str, int] = {}
         for message in history.messages:

@@ -1,8 +1,16 @@
 """The rise of the reward where agents that exist are trained by their base URL, beside the built-in loop's on the same
-task and seeds: the demo model repeats a word (`kestrl new --template reward-only`).
+task and seeds.
 
-`--agents loop,bare,openai-agents,langgraph` and `--seeds 42,43` choose the runs, each of about a minute on two idle
-cores; the frameworks are installed by uv when first needed. Without --json the rewards are also printed step by step.
+`--task` is one of:
+
+* words: the demo model repeats a word (`kestrl new --template reward-only`), without a tool.
+* email: e-mail search, `examples/email-search/quickstart.yaml`.
+* calculator: GSM8K's calculator, `examples/gsm8k/job.yaml`, from the adapter of its SFT; `--adapter` names one that is
+  there.
+
+`--agents loop,bare,openai-agents,langgraph` and `--seeds 42,43` choose the runs, each of one minute (words) to some
+five on two idle cores; the frameworks are installed by uv when first needed. `--runs` keeps the runs' folders. Without
+--json the rewards are also printed step by step.
 """
 
 from __future__ import annotations
@@ -10,10 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,66 +32,148 @@ import yaml
 from benchmarks.report import Row, print_row
 
 AGENTS: Mapping[str, Mapping[str, Any]] = {
-    "loop": {"loop": "single_turn"},
-    "bare": {"run": "agents:bare"},
+    "loop": {},
+    "bare": {"run": "agents:bare", "python": {"requirements": ["openai==3.52.0"]}},
     "openai-agents": {"run": "agents:openai_agents", "python": {"requirements": ["openai-agents==0.24.0"]}},
     "langgraph": {
         "run": "agents:langgraph",
         "python": {"requirements": ["langchain==1.5.2", "langchain-openai==1.7.4"]},
     },
 }
-STEPS = 10
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FIGURES = ("reward", "sampled_reward", "answer_correct", "sampled_answer_correct")
+"""Figures on held-out questions; `sampled_` is at the training temperature."""
 
 
-def kestrl(*arguments: str | Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A job's manifest, in a folder with what it names."""
+
+    source: Path | None
+    """The manifest; None is the starter `reward-only`."""
+    schedule: Mapping[str, Any]
+    beside: tuple[Path, ...] = ()
+    sft: Path | None = None
+    """The job whose adapter is trained on."""
+    held_out: int | None = None
+    """Questions of an evaluation; None for the manifest's number."""
+    groups: int | None = None
+    """Groups of a step; None for the manifest's number."""
+
+    def job(self, folder: Path) -> Path:
+        """The manifest's copy in a new folder."""
+        job = folder / "job.yaml"
+        if self.source is None:
+            kestrl("new", "--template", "reward-only", folder)
+            return job
+        folder.mkdir()
+        for path in self.beside:
+            shutil.copy(path, folder)
+        shutil.copy(self.source, job)
+        return job
+
+
+TASKS = {
+    "words": Task(None, {"epochs": 12, "maxSteps": 10}),
+    "email": Task(EXAMPLES / "email-search" / "quickstart.yaml", {"epochs": 1, "maxSteps": 12}, held_out=60),
+    "calculator": Task(
+        EXAMPLES / "gsm8k" / "job.yaml",
+        {"maxSteps": 12},
+        beside=(EXAMPLES / "gsm8k" / "gsm8k.py",),
+        sft=EXAMPLES / "gsm8k" / "sft.yaml",
+        held_out=60,
+        groups=8,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is run."""
+
+    task: str
+    steps: int | None
+    adapter: str | None
+    runs: Path
+
+
+def kestrl(*arguments: str | Path) -> str:
     command = [sys.executable, "-m", "kestrl._app.cli.main", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
+    return done.stdout
 
 
-def curve(agent: str, seed: int, steps: int) -> tuple[Mapping[str, Any], list[float]]:
+@cache
+def adapter_of(sft: Path, runs: Path) -> str:
+    """The address of the adapter of an SFT job."""
+    return kestrl("sft", sft, "--runs", runs).splitlines()[-1]
+
+
+def curve(choice: Choice, agent: str, seed: int) -> tuple[Mapping[str, Any], list[float]]:
     """The summary of a run, and the mean reward of each step."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "job"
-        kestrl("new", "--template", "reward-only", folder)
-        (folder / "agents.py").write_bytes(Path(__file__).with_name("agents.py").read_bytes())
-        job = folder / "job.yaml"
-        document = yaml.safe_load(job.read_text(encoding="utf-8"))
-        document["spec"]["agent"] = {"maxTurns": 1, "maxTokens": 16, **AGENTS[agent]}
-        document["spec"].setdefault("tools", [])
-        document["spec"]["data"]["seed"] = seed
-        document["spec"]["schedule"] = {"epochs": 12, "maxSteps": steps}
-        job.write_text(yaml.safe_dump(document), encoding="utf-8")
-        kestrl("run", job, "--runs", folder / "runs")
-        (run,) = (folder / "runs").iterdir()
-        summary = json.loads((run / "summary.json").read_bytes())
-        records = [json.loads(path.read_bytes()) for path in sorted((run / "metrics").glob("*.json"))]
-        return summary, [record["reward"] for record in records if "reward" in record]
+    task = TASKS[choice.task]
+    folder = choice.runs / f"{choice.task}-{agent}-{seed}"
+    job = task.job(folder)
+    shutil.copy(Path(__file__).with_name("agents.py"), folder)
+    document = yaml.safe_load(job.read_text(encoding="utf-8"))
+    spec = document["spec"]
+    if AGENTS[agent]:
+        del spec["agent"]["loop"]
+        spec["agent"].update(AGENTS[agent])
+    spec.setdefault("tools", [])
+    spec["data"]["seed"] = seed
+    spec["inference"]["replicas"] = 1
+    if task.held_out is not None:
+        spec["data"]["validation"]["size"] = task.held_out
+    if task.groups is not None:
+        spec["algorithm"]["groupsPerStep"] = task.groups
+    spec["schedule"] = {**task.schedule, **({"maxSteps": choice.steps} if choice.steps else {})}
+    if task.sft is not None:
+        spec["model"]["adapter"]["from"] = choice.adapter or adapter_of(task.sft, choice.runs / f"{choice.task}-sft")
+    job.write_text(yaml.safe_dump(document), encoding="utf-8")
+    kestrl("run", job, "--runs", folder / "runs")
+    (summary,) = (folder / "runs").glob("*/summary.json")
+    records = [json.loads(path.read_bytes()) for path in sorted((summary.parent / "metrics").glob("*.json"))]
+    return json.loads(summary.read_bytes()), [record["reward"] for record in records if "reward" in record]
 
 
-def measure(agents: list[str], seeds: list[int], steps: int) -> Iterator[tuple[Row, list[float]]]:
-    """The reward at the training temperature after the run, beside that before it."""
+def measure(choice: Choice, agents: list[str], seeds: list[int]) -> Iterator[tuple[list[Row], list[float]]]:
+    """The held-out figures after each run, beside those before it, and the rewards of its steps."""
     for seed in seeds:
         for agent in agents:
-            summary, rewards = curve(agent, seed, steps)
-            before, after = (summary[when]["sampled_reward"] for when in ("before", "after"))
-            name = f"existing_agents/{agent}/seed_{seed}/reward"
-            yield Row(name=name, value=after, unit="1", reference=before, against="before"), rewards
+            summary, rewards = curve(choice, agent, seed)
+            at = f"existing_agents/{choice.task}/{agent}/seed_{seed}"
+            before, after = summary["before"], summary["after"]
+            rows = [
+                Row(name=f"{at}/{name}", value=after[name], unit="1", reference=before[name], against="before")
+                for name in FIGURES
+                if name in before
+            ]
+            yield rows, rewards
 
 
 def run() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
+    parser.add_argument("--task", choices=list(TASKS), default="words")
     parser.add_argument("--agents", default=",".join(AGENTS))
     parser.add_argument("--seeds", default="42,43")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help="steps of a run (default: 10 of words, else 12)")
+    parser.add_argument("--adapter", help="address of the adapter that an SFT of the task has made")
+    parser.add_argument("--runs", type=Path, help="a folder that keeps the runs (default: none)")
     options = parser.parse_args()
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    for row, rewards in measure(options.agents.split(","), seeds, options.steps):
-        print_row(row, as_json=options.json)
-        if not options.json:
-            print("  by step: " + " ".join(f"{reward:.2f}" for reward in rewards), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        runs = (options.runs or Path(place)).resolve()
+        runs.mkdir(parents=True, exist_ok=True)
+        choice = Choice(options.task, options.steps, options.adapter, runs)
+        for rows, rewards in measure(choice, options.agents.split(","), seeds):
+            for row in rows:
+                print_row(row, as_json=options.json)
+            if not options.json:
+                print("  by step: " + " ".join(f"{reward:.2f}" for reward in rewards), flush=True)
 
 
 if __name__ == "__main__":

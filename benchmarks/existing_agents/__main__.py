@@ -33,10 +33,10 @@ from benchmarks.report import Row, print_row
 
 AGENTS: Mapping[str, Mapping[str, Any]] = {
     "loop": {},
-    "bare": {"run": "agents:bare", "python": {"requirements": ["openai==3.52.0"]}},
-    "openai-agents": {"run": "agents:openai_agents", "python": {"requirements": ["openai-agents==0.24.0"]}},
+    "bare": {"run": "frameworks:bare", "python": {"requirements": ["openai==3.52.0"]}},
+    "openai-agents": {"run": "frameworks:openai_agents", "python": {"requirements": ["openai-agents==0.24.0"]}},
     "langgraph": {
-        "run": "agents:langgraph",
+        "run": "frameworks:langgraph",
         "python": {"requirements": ["langchain==1.5.2", "langchain-openai==1.7.4"]},
     },
 }
@@ -116,7 +116,7 @@ def curve(choice: Choice, agent: str, seed: int) -> tuple[Mapping[str, Any], lis
     task = TASKS[choice.task]
     folder = choice.runs / f"{choice.task}-{agent}-{seed}"
     job = task.job(folder)
-    shutil.copy(Path(__file__).with_name("agents.py"), folder)
+    shutil.copy(Path(__file__).with_name("frameworks.py"), folder)
     document = yaml.safe_load(job.read_text(encoding="utf-8"))
     spec = document["spec"]
     if AGENTS[agent]:

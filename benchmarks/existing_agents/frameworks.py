@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from typing import Any
-
-import httpx  # every framework here has it
 
 STEPS = 24
 """Steps of a graph, more than an episode has turns: the job ends it first."""
@@ -20,7 +19,7 @@ class Tools:
     """The tools of an episode."""
 
     def __init__(self, url: str, key: str) -> None:
-        self._url, self._headers = url, {"Authorization": f"Bearer {key}"}
+        self._url, self._headers = url, {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self.specs: list[Any] = self._request("tools/list")["tools"]
 
     def call(self, name: str, arguments: Any) -> str:
@@ -28,9 +27,10 @@ class Tools:
         return "".join(part["text"] for part in answer["content"])
 
     def _request(self, method: str, **params: Any) -> Any:
-        message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-        response = httpx.post(self._url, json=message, headers=self._headers, timeout=300, verify=False)
-        return response.raise_for_status().json()["result"]
+        message = json.dumps({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).encode()
+        request = urllib.request.Request(self._url, message, self._headers)
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)["result"]
 
 
 def bare(row: Any, base_url: str, key: str, deadline: float, *, mcp_url: str) -> None:

@@ -68,9 +68,12 @@ def _header(file: Path) -> dict[str, list[int]]:
             header: Any = json.loads(opened.read(size)) if size <= LARGEST_HEADER else {}
     except (OSError, ValueError):
         return {}
-    fields = cast("Mapping[str, Any]", header) if isinstance(header, dict) else {}
-    tensors = {name: each for name, each in fields.items() if name != "__metadata__"}
-    return {name: each["shape"] for name, each in tensors.items() if isinstance(each, dict) and "shape" in each}
+    tensors = cast("Mapping[str, Any]", header) if isinstance(header, dict) else dict[str, Any]()
+    return {
+        name: cast("Mapping[str, Any]", tensor)["shape"]
+        for name, tensor in tensors.items()
+        if name != "__metadata__" and isinstance(tensor, dict) and "shape" in tensor
+    }
 
 
 def run_bytes(job: AgentRLJob, adapter: int) -> int | None:

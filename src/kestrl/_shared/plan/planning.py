@@ -35,7 +35,7 @@ from kestrl._shared.plan.settings.learner import GapBounds, LearnerSettings, Ran
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Site
-from kestrl._shared.plan.tools import tool_entries, with_tool_secrets
+from kestrl._shared.plan.tools import file_holders, tool_entries, with_tool_secrets
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.job import AgentRLJob, DataSet, JobSpec
 
@@ -62,7 +62,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         _judge(job, site),
         *(_rollout(job, site, index) for index in range(workers)),
         *agent_pods(job, site),
-        *([_files()] if site.templates and spec.data.files else ()),
+        *file_holders(spec, site),
         *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )
@@ -148,11 +148,6 @@ def _tools(job: AgentRLJob, site: Site) -> Component:
         }
     )
     return with_tool_secrets(_component(Role.TOOLS, 0, settings, site), spec)
-
-
-def _files() -> Component:
-    """What holds the volume with the files that tools read; its pod's preparation fetches them."""
-    return Component(name=f"{Role.FILES}-0", role=Role.FILES, module="kestrl._shared.processes.hold")
 
 
 def _judge(job: AgentRLJob, site: Site) -> Component:

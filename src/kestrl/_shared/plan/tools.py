@@ -17,6 +17,7 @@ from kestrl._shared.plan.settings.tools import (
     SecretText,
     ToolEntry,
 )
+from kestrl._shared.plan.site import Site
 from kestrl._shared.spec.job import Deadlines, JobSpec
 from kestrl._shared.spec.secrets import SecretValue
 from kestrl._shared.spec.tools import HttpEndpoint, HttpServer, McpServer, SandboxClaim, Tool
@@ -204,3 +205,12 @@ def sandbox_claim(spec: JobSpec) -> tuple[SandboxClaim, str] | None:
         if tool.sandbox is not None and tool.sandbox.claim is not None
     )
     return next(named, None)
+
+
+def file_holders(spec: JobSpec, site: Site) -> tuple[Component, ...]:
+    """What holds the volume with the files that tools read, where they are in pods: the preparation of its pod fetches
+    them.
+    """
+    if not site.templates or not spec.data.files:
+        return ()
+    return (Component(name=f"{Role.FILES}-0", role=Role.FILES, module="kestrl._shared.processes.hold"),)

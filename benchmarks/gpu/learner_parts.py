@@ -173,7 +173,7 @@ def matmul_rate(place: Place) -> float:
 
 def memory(place: Place) -> Iterator[Line]:
     """The learner's estimated peak beside the measured one."""
-    from kestrl._shared.plan.memory import MemorySettings, Part
+    from kestrl._shared.plan.memory import MemoryPart, MemorySettings
     from kestrl._shared.plan.settings.learner import PolicySettings
     from kestrl_learner.memory.estimate import estimate
 
@@ -202,7 +202,7 @@ def memory(place: Place) -> Iterator[Line]:
             several_updates=False,
         )
         found = estimate(asked)
-        tensors = (found.total - found.parts[Part.PROGRAM]) / 2**30
+        tensors = (found.total - found.parts[MemoryPart.PROGRAM]) / 2**30
         if place.device == "cpu":
             yield figure("f", f"memory/{size}/estimate", tensors, "GiB")
             yield not_run("f", f"memory/{size}/measured", "on a CPU the test of the estimate measures it")

@@ -187,8 +187,8 @@ def place_error(error: BaseException, where: str) -> PlaceError | None:
     """Converts an operating system error (or its text, as passed on by libraries) that a person can fix; else None."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
-    for known, fix in WRITE_FIXES.items():
-        if number == known or f"(os error {known})" in text or os.strerror(known).lower() in text.lower():
+    for code, fix in WRITE_FIXES.items():
+        if number == code or f"(os error {code})" in text or os.strerror(code).lower() in text.lower():
             return PlaceError(f"{where}: {fix}")
     return PlaceError(f"{where}: {WRITE_FIXES[errno.ENOSPC]}") if "disk is full" in text else None
 

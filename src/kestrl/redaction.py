@@ -39,8 +39,8 @@ class Redactor:
             secrets: Their values, as they are sent; of a header value with a scheme, such as `Bearer x`, of `user:x`
                 and of the base64 of either, the parts are replaced as well.
         """
-        known = {part for secret in secrets for part in _parts(secret) if len(part) >= SHORTEST}
-        plain = {form for secret in known for form in _forms(secret) if len(form) >= SHORTEST}
+        parts = {part for secret in secrets for part in _parts(secret) if len(part) >= SHORTEST}
+        plain = {form for secret in parts for form in _forms(secret) if len(form) >= SHORTEST}
         forms = {*plain, *map(_quoted, plain)}
         self._forms = sorted(forms, key=len, reverse=True)
         self._heads = sorted({(form[: (len(form) + 1) // 2], form) for form in forms if len(form) >= SHORTEST_CUT})
@@ -143,7 +143,7 @@ def _forms(secret: str) -> Iterator[str]:
     text = secret.encode("utf-8", "replace").decode()
     for quoted in (quote(text, safe=""), quote(text), quote_plus(text)):
         yield quoted
-        yield re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), quoted)
+        yield re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quoted)
     encoded = text.encode()
     yield encoded.hex()
     yield encoded.hex().upper()
@@ -161,15 +161,15 @@ def _inner(encoded: str, shift: int) -> str:
 
 def _without_beginning(text: str, head: str, form: str) -> str:
     """The text without the beginnings of a form that are at least as long as its head."""
-    kept: list[str] = []
+    pieces: list[str] = []
     start = 0
     while (place := text.find(head, start)) >= 0:
         end = place + len(head)
         while end < len(text) and end - place < len(form) and text[end] == form[end - place]:
             end += 1
-        kept += [text[start:place], REDACTED]
+        pieces += [text[start:place], REDACTED]
         start = end
-    return "".join([*kept, text[start:]])
+    return "".join([*pieces, text[start:]])
 
 
 NO_SECRETS = Redactor(())

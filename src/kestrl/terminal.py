@@ -21,6 +21,6 @@ def safe_line(text: str) -> str:
     return safe(text).replace("\n", "\\n")
 
 
-def _written_out(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _written_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

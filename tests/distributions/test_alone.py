@@ -20,7 +20,7 @@ from tests.fakes.ports import free_port
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component
 from kestrl._shared.plan.planning import plan
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import parse_job
 
 pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
@@ -83,8 +83,8 @@ def installed(name: str, wheels: Path, folder: Path, *extras: str) -> Path:
 
 
 def component(name: str, folder: Path, port: int) -> Component:
-    def endpoint(role: Any, index: int) -> Endpoint:
-        return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=port)
+    def endpoint(role: Any, index: int) -> ReplicaEndpoint:
+        return ReplicaEndpoint(bind="127.0.0.1", host="127.0.0.1", port=port)
 
     rows = folder / "train.jsonl"
     rows.write_text(json.dumps({"id": "1", "question": "?", "ground_truth": "1"}) + "\n")

@@ -29,7 +29,7 @@ from kestrl_sandbox.contract import Run
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 from kestrl_sandbox.remote.claim_objects import claim
 from kestrl_sandbox.remote.claims import ClaimedSandboxes
-from kestrl_sandbox.remote.cluster_api import Pod
+from kestrl_sandbox.remote.cluster_api import OwnPod
 
 from .cluster.client import Cluster, Object
 from .cluster.commands import eventually, run
@@ -101,7 +101,7 @@ class Place:
 
     cluster: Cluster
     namespace: str
-    pod: Pod
+    pod: OwnPod
     pool: WarmPool
 
     def claims(self) -> list[Object]:
@@ -156,8 +156,8 @@ def place(controller: Cluster, port: int, tmp_path: Path, monkeypatch: pytest.Mo
         )
         uid = cluster.get("pod", name, namespace)["metadata"]["uid"]
         server, token, authority = account(cluster, namespace, tmp_path)
-        pod = Pod(namespace=namespace, name=name, uid=uid, server=server, token_file=token, authority=authority)
-        monkeypatch.setattr(Pod, "here", lambda: pod)
+        pod = OwnPod(namespace=namespace, name=name, uid=uid, server=server, token_file=token, authority=authority)
+        monkeypatch.setattr(OwnPod, "here", lambda: pod)
         pool = WarmPool(name="code", token=TOKEN, port=port, bind_seconds=60, use_seconds=600, keep_seconds=720)
         made = Place(cluster, namespace, pod, pool)
         eventually("the pool has its pods", lambda: made.pods_ready(2), 60)

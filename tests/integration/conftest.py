@@ -24,7 +24,7 @@ from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.engines.variables import engine_environment
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import parse_job
 from kestrl.episode import PolicyVersion
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
@@ -167,8 +167,8 @@ def planned_engine(model: Path, work: Path, port: int, python: Path | None = Non
         },
     }
 
-    def endpoint(_role: Role, _index: int) -> Endpoint:
-        return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=port)
+    def endpoint(_role: Role, _index: int) -> ReplicaEndpoint:
+        return ReplicaEndpoint(bind="127.0.0.1", host="127.0.0.1", port=port)
 
     site = Site(
         run="run",

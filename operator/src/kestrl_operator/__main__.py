@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from kestrl._shared.service import collect_rarely, exit_code
 from kestrl._shared.telemetry import set_up
-from kestrl_operator.config import Config, read_config
+from kestrl_operator.config import OperatorConfig, read_config
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     return exit_code(run)
 
 
-async def _operate(config: Config) -> None:
+async def _operate(config: OperatorConfig) -> None:
     from kestrl_operator.apiserver.client import Api
     from kestrl_operator.operator import Operator
 

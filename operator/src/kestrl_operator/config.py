@@ -9,7 +9,7 @@ import yaml
 from pydantic import ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel
 
-from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl.errors import UserInputError
 from kestrl_operator.state.cluster import Cluster, read_cluster
@@ -17,7 +17,7 @@ from kestrl_operator.state.cluster import Cluster, read_cluster
 SHORTEST_KEY = 16
 
 
-class _Given(Model):
+class _Given(SettingsModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True, arbitrary_types_allowed=True
     )
@@ -31,7 +31,7 @@ class LeaseSettings(_Given):
     seconds: float = 15.0
 
 
-class Config(_Given):
+class OperatorConfig(_Given):
     """The operator's configuration."""
 
     jobs: Cluster
@@ -66,22 +66,22 @@ class Config(_Given):
         return key
 
 
-def read_config(path: Path) -> Config:
+def read_config(path: Path) -> OperatorConfig:
     """Reads the configuration file.
 
     Raises:
         UserInputError: It is invalid; the message names the field.
     """
     try:
-        given: Any = read_yaml(path.read_text())
+        document: Any = read_yaml(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UserInputError(f"{path}: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         raise UserInputError(f"{path}: must be a map")
-    content = cast("dict[str, Any]", given)
+    content = cast("dict[str, Any]", document)
     jobs = read_cluster(content.get("jobs") or {})
     try:
-        return Config.model_validate({**content, "jobs": jobs})
+        return OperatorConfig.model_validate({**content, "jobs": jobs})
     except ValidationError as error:
         details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise UserInputError(f"{path}: {details}") from error

@@ -37,6 +37,6 @@ async def serve(listen: str, *, alive: Check, ready: Check) -> web.AppRunner:
     try:
         await web.TCPSite(runner, host, int(port)).start()
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's message repeats the address
-        raise UserInputError(f"healthListen: cannot listen on {listen}: {why}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's message repeats the address
+        raise UserInputError(f"healthListen: cannot listen on {listen}: {reason}") from error
     return runner

@@ -50,11 +50,11 @@ def devices(store: Store) -> dict[tuple[str, ...], float]:
 
 def _held(store: Store, key: Key, job: Object) -> list[tuple[str, int]]:
     pods = [pod for pod in store.pods(key, job["metadata"]["uid"]) if pod.scheduled and pod.role in DEVICE_PARTS]
-    wanted = {part: _accelerator(job, part) for part in DEVICE_PARTS.values()}
+    accelerators = {part: _accelerator(job, part) for part in DEVICE_PARTS.values()}
     return [
-        wanted[DEVICE_PARTS[pod.role]]
+        accelerators[DEVICE_PARTS[pod.role]]
         for pod in pods
-        if pod.phase not in {"Succeeded", "Failed"} and wanted[DEVICE_PARTS[pod.role]][0] != "cpu"
+        if pod.phase not in {"Succeeded", "Failed"} and accelerators[DEVICE_PARTS[pod.role]][0] != "cpu"
     ]
 
 
@@ -62,5 +62,5 @@ def _accelerator(job: Object, part: str) -> tuple[str, int]:
     """Profile and devices of a pod, as the manifest names them."""
     spec: Object = job.get("spec") or {}
     fields: Object = spec.get(part) or {}
-    named: Object = fields.get("accelerator") or {}
-    return str(named.get("profile", "cpu")), int(named.get("count", 1))
+    accelerator: Object = fields.get("accelerator") or {}
+    return str(accelerator.get("profile", "cpu")), int(accelerator.get("count", 1))

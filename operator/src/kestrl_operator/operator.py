@@ -17,7 +17,7 @@ from kestrl_operator import health, metrics
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, POD, SFT_JOB, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
-from kestrl_operator.config import Config
+from kestrl_operator.config import OperatorConfig
 from kestrl_operator.controllers.installations import ClaimedJobs, Installations
 from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.controllers.reconcile import Reconciler
@@ -47,7 +47,7 @@ REPORT_AFTER_FAILURES = 3
 class Operator:
     """One operator process."""
 
-    def __init__(self, config: Config, api: Api) -> None:
+    def __init__(self, config: OperatorConfig, api: Api) -> None:
         self._config, self._api = config, api
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
         self._store, self._queue = Store(), Queue[Key]()
@@ -65,13 +65,13 @@ class Operator:
         self._drift = Drift()
         self._passes: Counter[str] = Counter()
         self._measure = metrics.pass_seconds()
-        self._watch = watch.Watch(self._take, config.namespaces)
+        self._watch = watch.WatchThread(self._take, config.namespaces)
         self._audit = Audit(
             api,
             self._store,
             config.namespaces,
             self._queue.add,
-            lambda kind, given: self._take(kind, given, deleted=False),
+            lambda kind, body: self._take(kind, body, deleted=False),
         )
         self._election = LeaderElection(
             api,
@@ -101,8 +101,10 @@ class Operator:
             asyncio.get_running_loop().add_signal_handler(name, stop_requested.set)
         stopping = asyncio.create_task(stop_requested.wait(), name="stop-signal")
         try:
-            done, _ = await asyncio.wait([watching, auditing, leading, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            finished_tasks, _ = await asyncio.wait(
+                [watching, auditing, leading, stopping], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in finished_tasks:
                 task.result()
         finally:
             self._watch.stop()
@@ -116,49 +118,49 @@ class Operator:
             await probes.cleanup()
             self._work_record.close()
 
-    def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
+    def _take(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
         """Handles an event of a watch stream."""
         if kind == JOB:
-            key = self._take_job(given, deleted)
+            key = self._take_job(body, deleted)
         elif kind in {SFT_JOB, BATCH_JOB}:
-            self._take_sft(kind, given, deleted)
+            self._take_sft(kind, body, deleted)
             return
         elif kind == POD:
-            key = self._store.pod(given, deleted=deleted)
+            key = self._store.pod(body, deleted=deleted)
         else:
-            key = self._take_child(kind, given, deleted)
+            key = self._take_child(kind, body, deleted)
         if key is not None:
             self._queue.add(key)
 
-    def _take_job(self, given: Mapping[str, Any], deleted: bool) -> Key | None:
+    def _take_job(self, body: Mapping[str, Any], deleted: bool) -> Key | None:
         """Handles a change of a job; None for a state that needs no pass, such as one that a pass has written."""
-        expected, before = not deleted and self._store.expects(given), self._generation(given)
-        key = self._store.job(given, deleted=deleted)
-        if self._generation(given) != before:
+        expected, before = not deleted and self._store.expects(body), self._generation(body)
+        key = self._store.job(body, deleted=deleted)
+        if self._generation(body) != before:
             self._queue.forgive(key)
-        self._audit.received(given["metadata"]["uid"], int(given["metadata"]["resourceVersion"]))
+        self._audit.received(body["metadata"]["uid"], int(body["metadata"]["resourceVersion"]))
         return None if expected else key
 
-    def _take_sft(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
+    def _take_sft(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
         """Handles a change of an SFTJob or of its Job."""
-        taken = self._sft_store.job if kind == SFT_JOB else self._sft_store.batch
-        key = taken(given, deleted=deleted)
+        take = self._sft_store.job if kind == SFT_JOB else self._sft_store.batch
+        key = take(body, deleted=deleted)
         if key is not None:
             self._sft_queue.add(key)
 
-    def _generation(self, given: Mapping[str, Any]) -> tuple[str, int] | None:
+    def _generation(self, body: Mapping[str, Any]) -> tuple[str, int] | None:
         """The uid and generation of the job that is known by this name."""
-        metadata = self._store.jobs.get(Key(given["metadata"]["namespace"], given["metadata"]["name"]), {}).get(
+        metadata = self._store.jobs.get(Key(body["metadata"]["namespace"], body["metadata"]["name"]), {}).get(
             "metadata"
         )
         return None if metadata is None else (metadata["uid"], metadata.get("generation", 0))
 
-    def _take_child(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> Key | None:
+    def _take_child(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> Key | None:
         """Handles a change of an applied object: a deletion, or a change of its spec by another manager."""
-        key = self._store.child(kind.name, given, deleted=deleted)
+        key = self._store.child(kind.name, body, deleted=deleted)
         if key is None:
             return None
-        touched = deleted or self._drift.is_new(given)
+        touched = deleted or self._drift.is_new(body)
         if touched:
             self._states.mark_drifted(key)
         return key if touched or kind.name in WORKLOADS else None
@@ -196,18 +198,18 @@ class Operator:
                 async with asyncio.timeout(PASS_SECONDS):
                     requeue_after = await reconciler.reconcile(key)
             except (KestrlError, TimeoutError) as error:
-                why = str(error) or f"a pass took longer than {PASS_SECONDS:g} s"
+                message = str(error) or f"a pass took longer than {PASS_SECONDS:g} s"
                 if queue.failures(key) + 1 >= REPORT_AFTER_FAILURES:
-                    await self._report_failure(reconciler, key, why)
+                    await self._report_failure(reconciler, key, message)
                 wait = queue.failed(key)
                 self._passes["failed"] += 1
-                log.warning("%s: retried in %.1f s: %s", key, wait, why)
+                log.warning("%s: retried in %.1f s: %s", key, wait, message)
             except Exception as error:
                 # A bug triggered by one job must not stop the others; it is logged with its traceback and the job is
                 # retried.
                 log.exception("%s: a bug", key)
-                why = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
-                await self._report_failure(reconciler, key, why)
+                message = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
+                await self._report_failure(reconciler, key, message)
                 queue.failed(key)
                 self._passes["bug"] += 1
             except BaseException:
@@ -218,15 +220,15 @@ class Operator:
                 queue.done(key, requeue_after)
             self._measure(time.monotonic() - began)
 
-    async def _report_failure(self, reconciler: ClaimedJobs, key: Key, why: str) -> None:
+    async def _report_failure(self, reconciler: ClaimedJobs, key: Key, message: str) -> None:
         """Reports a failed pass in the job's status; if that fails too, it is logged."""
         try:
             async with asyncio.timeout(REPORT_SECONDS):
-                await reconciler.report_failure(key, why)
+                await reconciler.report_failure(key, message)
         except (KestrlError, TimeoutError) as error:
-            log.warning("%s: its status does not report this failure: %s: %s", key, why, error)
+            log.warning("%s: its status does not report this failure: %s: %s", key, message, error)
         except Exception:
-            log.exception("%s: its status does not report this failure: %s", key, why)
+            log.exception("%s: its status does not report this failure: %s", key, message)
 
     def _unhealthy_reason(self) -> str:
         """Why this process should be restarted; empty if it is healthy."""

@@ -25,7 +25,7 @@ from kestrl_operator.apiserver.kinds import (
     SFT_JOB,
     Kind,
 )
-from kestrl_operator.config import Config
+from kestrl_operator.config import OperatorConfig
 from kestrl_operator.watch.streams import WATCHED
 
 WRITTEN = ("create", "patch")
@@ -43,13 +43,13 @@ class Right(NamedTuple):
     """The name of the one object that the right is for; empty for all."""
 
     def __str__(self) -> str:
-        what = f"{self.kind.plural}{'/' if self.subresource else ''}{self.subresource}"
+        resource = f"{self.kind.plural}{'/' if self.subresource else ''}{self.subresource}"
         group = f".{self.kind.group}" if self.kind.group else ""
         which = f" {self.name}" if self.name else ""
-        return f"{self.verb} {what}{group}{which}" + (f" in namespace {self.namespace}" if self.namespace else "")
+        return f"{self.verb} {resource}{group}{which}" + (f" in namespace {self.namespace}" if self.namespace else "")
 
 
-def needed(config: Config) -> Iterator[Right]:
+def needed(config: OperatorConfig) -> Iterator[Right]:
     """All rights that the operator cannot work without. Pure."""
     for namespace in config.namespaces or (None,):
         yield from (Right(verb, JOB, "", namespace) for verb in ("list", "watch", "delete"))
@@ -63,7 +63,7 @@ def needed(config: Config) -> Iterator[Right]:
     yield Right("create", LEASE, "", config.lease.namespace)
 
 
-async def preflight(api: Api, config: Config) -> bool:
+async def preflight(api: Api, config: OperatorConfig) -> bool:
     """Runs all checks; returns whether nodes may be listed, which is optional.
 
     Raises:
@@ -72,16 +72,16 @@ async def preflight(api: Api, config: Config) -> bool:
     """
     rights = list(needed(config))
     allowed = await asyncio.gather(*(_may(api, right) for right in (*rights, Right("list", NODE))))
-    missing = [f"not allowed: {right}" for right, has in zip(rights, allowed, strict=False) if not has]
-    if missing:
-        raise UserInputError("\n".join([*missing, "the chart's ClusterRole (or Roles, with `namespaces`) grants them"]))
+    denials = [f"not allowed: {right}" for right, has in zip(rights, allowed, strict=False) if not has]
+    if denials:
+        raise UserInputError("\n".join([*denials, "the chart's ClusterRole (or Roles, with `namespaces`) grants them"]))
     for definition in (crd(), sft_crd()):
         await _check_definition(api, definition)
     return allowed[-1]
 
 
 async def _may(api: Api, right: Right) -> bool:
-    asked: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "verb": right.verb,
         "group": right.kind.group,
         "resource": right.kind.plural,
@@ -89,7 +89,7 @@ async def _may(api: Api, right: Right) -> bool:
         **({} if right.namespace is None else {"namespace": right.namespace}),
         **({"name": right.name} if right.name else {}),
     }
-    review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.name, "spec": {"resourceAttributes": asked}}
+    review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.name, "spec": {"resourceAttributes": attributes}}
     answer = await api.create(REVIEW, {**review, "metadata": {}})
     return bool(answer["status"].get("allowed"))
 
@@ -98,7 +98,7 @@ async def _check_definition(api: Api, ours: Mapping[str, Any]) -> None:
     """Checks that a CRD is installed and has every field that this operator reads and writes."""
     name = ours["metadata"]["name"]
     try:
-        found = await api.get(DEFINITION, name)
+        installed_crd = await api.get(DEFINITION, name)
     except Gone as error:
         raise UserInputError(
             f"the CRD {name} is not installed; `helm upgrade` with crds.install, or kubectl apply it"
@@ -107,10 +107,10 @@ async def _check_definition(api: Api, ours: Mapping[str, Any]) -> None:
         if error.status == 403:
             return
         raise
-    missing = missing_fields(ours, found)
-    if missing:
+    fields = missing_fields(ours, installed_crd)
+    if fields:
         raise UserInputError(
-            f"the CRD {name} is older than this operator: it has no {', '.join(missing[:5])}; upgrade it with the chart"
+            f"the CRD {name} is older than this operator: it has no {', '.join(fields[:5])}; upgrade it with the chart"
         )
 
 
@@ -130,9 +130,9 @@ def _schema(version: Any) -> Any:
 
 
 def _fields(schema: Any, path: str = "") -> Iterator[str]:
-    for name, inner in schema.get("properties", {}).items():
-        here = f"{path}.{name}" if path else name
-        yield here
-        yield from _fields(inner, here)
+    for name, property_schema in schema.get("properties", {}).items():
+        field = f"{path}.{name}" if path else name
+        yield field
+        yield from _fields(property_schema, field)
     if isinstance(schema.get("items"), dict):
         yield from _fields(schema["items"], f"{path}[]")

@@ -34,12 +34,12 @@ def main() -> int:
     parser.add_argument("--manifest", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds")
     parser.add_argument("--keep", action="store_true", help="leave the job in the cluster")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     def run() -> None:
-        read_job(given.manifest)  # validated here, before the cluster is called
-        job: dict[str, Any] = read_yaml(given.manifest.read_text())
-        asyncio.run(_run(given.namespace, job, given.timeout, keep=given.keep))
+        read_job(arguments.manifest)  # validated here, before the cluster is called
+        job: dict[str, Any] = read_yaml(arguments.manifest.read_text())
+        asyncio.run(_run(arguments.namespace, job, arguments.timeout, keep=arguments.keep))
 
     return exit_code(run)
 
@@ -50,34 +50,34 @@ async def _run(namespace: str, job: dict[str, Any], timeout: float, *, keep: boo
     api = Api()
     try:
         try:
-            made = await api.create(JOB, job)
+            created_job = await api.create(JOB, job)
         except Conflict as error:
             raise UserInputError(f"{namespace}/{name} exists already; delete it, then test again") from error
         try:
             await _succeeded(api, namespace, name, timeout)
         finally:
             if not keep:
-                await api.delete(JOB, namespace, name, uid=made["metadata"]["uid"])
+                await api.delete(JOB, namespace, name, uid=created_job["metadata"]["uid"])
     finally:
         await api.close()
 
 
 async def _succeeded(api: Api, namespace: str, name: str, timeout: float) -> None:
-    shown = ""
+    last_line = ""
     status: Mapping[str, Any] = {}
     try:
         async with asyncio.timeout(timeout):
             while True:
                 status = (await api.get(JOB, name, namespace)).get("status", {})
-                shown = _print(status, shown)
+                last_line = _print(status, last_line)
                 accepted = _condition(status, "Accepted")
                 if accepted["reason"] == "Invalid":
                     raise SelfTestFailed(f"the job is not accepted: {accepted['message']}")
-                ended = _condition(status, "Succeeded")
-                if ended["status"] == "True":
+                success = _condition(status, "Succeeded")
+                if success["status"] == "True":
                     return
-                if ended["status"] == "False" and ended["reason"] != "Running":
-                    raise SelfTestFailed(f"{ended['reason']}: {ended.get('message', '')}\n{table(status)}")
+                if success["status"] == "False" and success["reason"] != "Running":
+                    raise SelfTestFailed(f"{success['reason']}: {success.get('message', '')}\n{table(status)}")
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError as error:
         raise SelfTestFailed(f"not ended after {timeout:g} s\n{table(status)}") from error
@@ -90,9 +90,9 @@ def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, str]:
 
 def _print(status: Mapping[str, Any], before: str) -> str:
     """Prints the columns of `kubectl get` when they have changed."""
-    shown = status.get("shown", {})
+    columns = status.get("shown", {})
     line = "  ".join(
-        f"{name} {shown[name]}" for name in ("phase", "step", "policy", "converged", "reward") if shown.get(name)
+        f"{name} {columns[name]}" for name in ("phase", "step", "policy", "converged", "reward") if columns.get(name)
     )
     if line and line != before:
         print(line, flush=True)  # noqa: T201 - the log of the test's pod

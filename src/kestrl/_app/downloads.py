@@ -24,8 +24,8 @@ def present_files(job: AgentRLJob, base: Path) -> Mapping[str, str]:
     Raises:
         UserInputError: A local file does not exist, or has another digest.
     """
-    found = {file.uri: _path(file, base, field) for file, field in _listed(job)}
-    return {uri: str(path) for uri, path in found.items() if path.is_file()}
+    paths = {file.uri: _path(file, base, field) for file, field in _listed(job)}
+    return {uri: str(path) for uri, path in paths.items() if path.is_file()}
 
 
 def fetched_files(
@@ -59,9 +59,9 @@ def with_fetched_data(job: AgentRLJob, cache_dir: Path, opened: Callable[[str], 
     """
     data = job.spec.data
     changed = {
-        name: each.model_copy(update={"uri": _fetched_data(each.uri, cache_dir, opened)})
-        for name, each in (("train", data.train), ("validation", data.validation))
-        if each is not None and scheme_of(each.uri) in OBJECT_SCHEMES
+        name: data_set.model_copy(update={"uri": _fetched_data(data_set.uri, cache_dir, opened)})
+        for name, data_set in (("train", data.train), ("validation", data.validation))
+        if data_set is not None and scheme_of(data_set.uri) in OBJECT_SCHEMES
     }
     spec = job.spec.model_copy(update={"data": data.model_copy(update=changed)})
     return job.model_copy(update={"spec": spec}) if changed else job

@@ -20,21 +20,21 @@ VARIABLE = "KESTRL_ERRORS"
 """Environment variable with another folder for the whole texts."""
 
 
-def error_lines(error: BaseException, *, text: str = "", keep: bool = False, most: int = MOST_LINES) -> list[str]:
+def error_lines(error: BaseException, *, text: str = "", keep: bool = False, limit: int = MOST_LINES) -> list[str]:
     """The lines to print of an error; the last one names the file with the whole text, where they are not all of it.
 
     Args:
         error: The error.
         text: The message, if it is not the error's own.
         keep: Whether the whole text, which has the traceback, is kept in any case.
-        most: How many lines there may be.
+        limit: How many lines there may be.
     """
     text = text or text_of(error) or type(error).__name__
     problems = error.texts if isinstance(error, SeveralProblems) else [text]
-    lines = abridged(problems, most)
+    lines = abridged(problems, limit)
     if not keep and lines == text.splitlines():
         return [safe(line) for line in lines]
-    lines = abridged(problems, most - 1)
+    lines = abridged(problems, limit - 1)
     whole_text = _whole(error, text)
     path = _kept(whole_text)
     if path is None:  # there is no file: nothing is lost
@@ -42,24 +42,24 @@ def error_lines(error: BaseException, *, text: str = "", keep: bool = False, mos
     return [*(safe(line) for line in lines), f"the whole text: {path}"]
 
 
-def abridged(problems: Sequence[str], most: int) -> list[str]:
-    """At most `most` lines of problems: all, if they fit; else the first problems, a line each, and how many follow.
+def abridged(problems: Sequence[str], limit: int) -> list[str]:
+    """At most `limit` lines of problems: all, if they fit; else the first problems, a line each, and how many follow.
 
     A single problem of many lines is shown by its first lines and its last one.
     """
     lines = [line for problem in problems for line in problem.splitlines()]
-    if len(lines) <= most:
+    if len(lines) <= limit:
         return [_without_middle(line) for line in lines]
     if len(problems) == 1:
-        head = [_without_middle(line) for line in lines[: most - 2]]
-        return [*head, f"... ({len(lines) - most + 1} more lines)", _without_middle(lines[-1])]
+        head = [_without_middle(line) for line in lines[: limit - 2]]
+        return [*head, f"... ({len(lines) - limit + 1} more lines)", _without_middle(lines[-1])]
     head = [_without_middle(_one_line(problem)) for problem in problems]
-    return head if len(head) <= most else [*head[: most - 1], f"... and {len(head) - most + 1} more problems"]
+    return head if len(head) <= limit else [*head[: limit - 1], f"... and {len(head) - limit + 1} more problems"]
 
 
 def _one_line(problem: str) -> str:
-    first, *others = problem.splitlines() or [""]
-    return f"{first} ... {others[-1]}" if others else first
+    first, *following = problem.splitlines() or [""]
+    return f"{first} ... {following[-1]}" if following else first
 
 
 def _without_middle(line: str) -> str:

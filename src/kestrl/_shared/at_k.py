@@ -41,11 +41,11 @@ def majority(votes: Sequence[tuple[str, float]]) -> float:
         votes: Answer and correctness (0 to 1) of each sample. Samples without an answer vote for the empty one. Equal
             answers that were judged differently count with the mean of their correctness.
     """
-    found: dict[str, list[float]] = {}
+    by_answer: dict[str, list[float]] = {}
     for answer, correct in votes:
-        found.setdefault(answer, []).append(correct)
-    most = max(map(len, found.values()))
-    first = [math.fsum(values) / most for values in found.values() if len(values) == most]
+        by_answer.setdefault(answer, []).append(correct)
+    largest_count = max(map(len, by_answer.values()))
+    first = [math.fsum(values) / largest_count for values in by_answer.values() if len(values) == largest_count]
     return math.fsum(first) / len(first)
 
 
@@ -72,7 +72,9 @@ def at_k(groups: Sequence[Group], samples: int) -> dict[str, float]:
     """
     if samples < 2:
         return {}
-    values = {name: math.fsum(each.values()) / len(each) for name, each in estimates(groups, samples).items()}
+    values = {
+        name: math.fsum(estimate.values()) / len(estimate) for name, estimate in estimates(groups, samples).items()
+    }
     incomplete = sum(0 < len(episodes) < samples for episodes in _scored(groups).values())
     return {**values, **({"incomplete_questions": float(incomplete)} if incomplete else {})}
 
@@ -82,24 +84,30 @@ def estimates(groups: Sequence[Group], samples: int) -> dict[str, dict[int, floa
     if samples < 2:
         return {}
     questions = {name: _question(episodes) for name, episodes in _scored(groups).items() if episodes}
-    judged = {name: one for name, one in questions.items() if one.correct}
-    whole = {name: one for name, one in judged.items() if len(one.correct) == samples}
+    judged = {name: question for name, question in questions.items() if question.correct}
+    complete_questions = {name: question for name, question in judged.items() if len(question.correct) == samples}
     values = {
-        f"mean@{samples}": {name: math.fsum(one.correct) / samples for name, one in whole.items()},
+        f"mean@{samples}": {
+            name: math.fsum(question.correct) / samples for name, question in complete_questions.items()
+        },
         f"maj@{samples}": {
-            name: majority([*zip(one.answers, one.correct, strict=True)]) for name, one in whole.items() if one.answers
+            name: majority([*zip(question.answers, question.correct, strict=True)])
+            for name, question in complete_questions.items()
+            if question.answers
         },
     }
     for k in _sizes(samples):
         values[f"pass@{k}"] = {
-            name: unbiased_pass(len(one.correct), sum(value >= 1 for value in one.correct), k)
-            for name, one in judged.items()
-            if len(one.correct) >= k
+            name: unbiased_pass(len(question.correct), sum(value >= 1 for value in question.correct), k)
+            for name, question in judged.items()
+            if len(question.correct) >= k
         }
         values[f"best@{k}"] = {
-            name: unbiased_best(one.rewards, k) for name, one in questions.items() if len(one.rewards) >= k
+            name: unbiased_best(question.rewards, k)
+            for name, question in questions.items()
+            if len(question.rewards) >= k
         }
-    return {name: each for name, each in values.items() if each}
+    return {name: by_question for name, by_question in values.items() if by_question}
 
 
 def _sizes(samples: int) -> list[int]:
@@ -109,12 +117,12 @@ def _sizes(samples: int) -> list[int]:
 
 def _scored(groups: Sequence[Group]) -> Mapping[int, list[Episode]]:
     """The scored episodes by the ordinal of their question."""
-    found: dict[int, list[Episode]] = {}
+    by_ordinal: dict[int, list[Episode]] = {}
     for group in groups:
-        found.setdefault(group.scenario.ordinal, []).extend(
+        by_ordinal.setdefault(group.scenario.ordinal, []).extend(
             episode for episode in group.episodes if episode.failure is None and episode.reward is not None
         )
-    return found
+    return by_ordinal
 
 
 def _question(episodes: Sequence[Episode]) -> _Question:

@@ -43,32 +43,32 @@ class BoundedStream(httpx2.AsyncByteStream):
         self._stream, self._encoding, self._events = stream, encoding, events
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        received, held = 0, bytearray()
+        received, buffer = 0, bytearray()
         window = WINDOWS.get(self._encoding)
         if window is None and self._encoding not in ("", "identity"):
             raise AnswerTooLong(f"its encoding {self._encoding[:40]!r} was not asked for")
         inflating = None if window is None else zlib.decompressobj(window)
-        async for sent in self._stream:
-            received += len(sent)
-            for piece in _inflated(inflating, sent) if inflating is not None else (sent,):
-                complete = _complete(held, piece) if self._events else 0
-                held += piece
+        async for chunk in self._stream:
+            received += len(chunk)
+            for piece in _inflated(inflating, chunk) if inflating is not None else (chunk,):
+                complete = _complete(buffer, piece) if self._events else 0
+                buffer += piece
                 if complete:
                     received = 0
-                    yield _checked(held[:complete])
-                    del held[:complete]
-                if max(received, len(held)) > MAX_MESSAGE:
+                    yield _checked(buffer[:complete])
+                    del buffer[:complete]
+                if max(received, len(buffer)) > MAX_MESSAGE:
                     raise AnswerTooLong(f"it is longer than {MAX_MESSAGE} bytes")
-        yield _checked(held)
+        yield _checked(buffer)
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
 
-def _complete(held: bytearray, piece: bytes) -> int:
+def _complete(buffer: bytearray, piece: bytes) -> int:
     """Bytes of what is held and a piece of it up to the last end of an event."""
-    start = max(0, len(held) - 3)
-    ends = [match.end() for match in BLANK.finditer(held[start:] + piece)]
+    start = max(0, len(buffer) - 3)
+    ends = [match.end() for match in BLANK.finditer(buffer[start:] + piece)]
     return start + ends[-1] if ends else 0
 
 
@@ -84,20 +84,20 @@ def _checked(text: bytes | bytearray) -> bytes:
     return content
 
 
-def _inflated(inflating: Any, sent: bytes) -> Iterator[bytes]:
+def _inflated(inflating: Any, chunk: bytes) -> Iterator[bytes]:
     """The decompressed bytes, made a piece at a time.
 
     Raises:
         AnswerTooLong: They are not compressed as the response says.
     """
-    rest = sent
-    while rest:
+    compressed = chunk
+    while compressed:
         try:
-            piece: bytes = inflating.decompress(rest, PIECE)
+            piece: bytes = inflating.decompress(compressed, PIECE)
         except zlib.error as error:
             raise AnswerTooLong(f"it is not compressed as it says: {error}") from error
         yield piece
-        rest = inflating.unconsumed_tail
+        compressed = inflating.unconsumed_tail
 
 
 async def bound(response: httpx2.Response) -> None:

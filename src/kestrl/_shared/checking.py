@@ -18,18 +18,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kestrl._shared.plan.settings.common import DataSettings, Model, read_settings
+from kestrl._shared.plan.settings.common import DataSettings, SettingsModel, read_settings
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeSettings, RewardEntry, RulerEntry
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.processes.guarded import GuardedProcess, ending
 from kestrl.errors import UserInputError, problems_of
 
-Settings = TypeVar("Settings", bound=Model)
+Settings = TypeVar("Settings", bound=SettingsModel)
 Facts = Mapping[str, Any]
 
 
-class ToolsCheck(Model):
+class ToolsCheck(SettingsModel):
     """Input of the check of the tools."""
 
     tools: ToolsSettings
@@ -39,7 +39,7 @@ class ToolsCheck(Model):
     """Uris of files that rows may name and this machine does not have."""
 
 
-class RewardsCheck(Model):
+class RewardsCheck(SettingsModel):
     """Input of the check of the rewards."""
 
     judge: JudgeSettings
@@ -48,7 +48,7 @@ class RewardsCheck(Model):
     max_turns: int
 
 
-class RolloutCheck(Model):
+class RolloutCheck(SettingsModel):
     """Input of the check of a rollout worker."""
 
     rollout: RolloutSettings
@@ -62,7 +62,7 @@ NOTHING, TRYING, SOLUTION = "nothing", "trying", "solution"
 """Kinds of plays: no action and no answer, a wrong one, and that of a perfect player."""
 
 
-class PlaysCheck(Model):
+class PlaysCheck(SettingsModel):
     """Input of the plays of a job without a model."""
 
     tools: ToolsSettings
@@ -71,7 +71,7 @@ class PlaysCheck(Model):
     """Rows that are played, the first ones."""
 
 
-class PlayedCheck(Model):
+class PlayedCheck(SettingsModel):
     """Input of the scores of plays."""
 
     judge: JudgeSettings
@@ -81,14 +81,14 @@ class PlayedCheck(Model):
     """What was played of each row."""
 
 
-class JudgeCheck(Model):
+class JudgeCheck(SettingsModel):
     """Input of the test bank of judges."""
 
     ruler: RulerEntry | None = None
     correctness: JudgeEntry | None = None
 
 
-class Rejudge(Model):
+class Rejudge(SettingsModel):
     """Stored groups to be scored again."""
 
     ruler: RulerEntry
@@ -99,7 +99,7 @@ class Rejudge(Model):
     """File with a GroupBatch, which the command writes."""
 
 
-class DecodeRequest(Model):
+class DecodeRequest(SettingsModel):
     """Token ids to decode."""
 
     tokenizer: str
@@ -140,7 +140,7 @@ def run_check(kind: type[Settings], check: Callable[[Settings], Facts]) -> None:
 
 
 def ask(
-    module: str, settings: Model, *, subject: str, seconds: float, variables: Mapping[str, str] | None = None
+    module: str, settings: SettingsModel, *, subject: str, seconds: float, variables: Mapping[str, str] | None = None
 ) -> Report:
     """Runs a check and waits for its report.
 
@@ -156,17 +156,17 @@ def ask(
         return Report({}, missing=distribution.replace("_", "-"))
     with tempfile.TemporaryDirectory(prefix="kestrl-check-") as name:
         folder = Path(name)
-        given, report, output = folder / "settings.json", folder / "report.json", folder / "output"
-        given.write_text(settings.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", module, "--settings", str(given), "--report", str(report)]
-        with output.open("wb") as written:
-            status = _run(command, folder, written.fileno(), seconds, {**os.environ, **(variables or {})})
+        settings_file, report, output = folder / "settings.json", folder / "report.json", folder / "output"
+        settings_file.write_text(settings.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-m", module, "--settings", str(settings_file), "--report", str(report)]
+        with output.open("wb") as stream:
+            status = _run(command, folder, stream.fileno(), seconds, {**os.environ, **(variables or {})})
         if status is None:
             return Report({}, (f"{subject}: not loaded within {seconds:g} s; {_last_line(output)}",))
         if not report.is_file():
             return Report({}, (f"{subject}: loading it ended the process ({ending(status)}); {_last_line(output)}",))
-        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        return Report(found["facts"], tuple(found["problems"]))
+        fields: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        return Report(fields["facts"], tuple(fields["problems"]))
 
 
 def _run(command: list[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]) -> int | None:

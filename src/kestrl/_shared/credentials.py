@@ -62,19 +62,19 @@ def checked_by(role: str) -> tuple[Secret, ...]:
     return tuple(secret for secret, (_, callee) in CALLS.items() if callee == role)
 
 
-def header_value(text: str, what: str) -> str:
+def header_value(text: str, source: str) -> str:
     """A credential that can be sent as a header.
 
     Args:
         text: The credential.
-        what: Where it is from, for the message, which never has the value.
+        source: Where it is from, for the message, which never has the value.
 
     Raises:
         UserInputError: It has a line end or another character that a header cannot have.
     """
     if not (text.isascii() and text.isprintable()) or text != text.strip():
         raise UserInputError(
-            f"{what} has a line end, a space at its end, or a character that is not printable ASCII, which no header "
+            f"{source} has a line end, a space at its end, or a character that is not printable ASCII, which no header "
             "can hold; write the entry without them (`printf` adds no line end, `echo` does)"
         )
     return text
@@ -86,10 +86,10 @@ def require(role: str) -> None:
     Raises:
         UserInputError: A variable is not set, or cannot be sent.
     """
-    missing = [secret.value for secret in checked_by(role) if secret.here() is None]
-    if missing:
+    variables = [secret.value for secret in checked_by(role) if secret.here() is None]
+    if variables:
         raise UserInputError(
-            f"{', '.join(missing)} is not set, so calls could not be authenticated; `kestrl run` and the operator "
+            f"{', '.join(variables)} is not set, so calls could not be authenticated; `kestrl run` and the operator "
             "set it "
             "(with an operator of another version: upgrade it and the images together)"
         )

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from kestrl._shared.environments import package_folder
-from kestrl._shared.plan.settings.common import Model, read_settings
+from kestrl._shared.plan.settings.common import SettingsModel, read_settings
 from kestrl._shared.service import exit_code, settings_path
 from kestrl._shared.spec.scalars import OBJECT_SCHEMES
 from kestrl.data import locate_data
@@ -32,7 +32,7 @@ REACHED = OBJECT_SCHEMES | {"pvc", "demo", "file"}
 """Schemes of files that pods can reach; `file` is of the image."""
 
 
-class DataSource(Model):
+class DataSource(SettingsModel):
     """A data set."""
 
     uri: str
@@ -42,7 +42,7 @@ class DataSource(Model):
     """Manifest field, for messages."""
 
 
-class FileSource(Model):
+class FileSource(SettingsModel):
     """A file that tools read."""
 
     address: str
@@ -54,7 +54,7 @@ class FileSource(Model):
     """Manifest field, for messages."""
 
 
-class PrepareSettings(Model):
+class PrepareSettings(SettingsModel):
     """Inputs of a pod."""
 
     files: tuple[FileSource, ...] = ()
@@ -149,8 +149,8 @@ def put_model(uri: str, target: Path, volumes: Path) -> None:
     elif scheme == "demo":
         _copy(Path(locate_model(uri, base=Path("/"))), target)
     else:
-        found = _in_volume(uri, volumes, "spec.model.base") or Path(locate_model(uri, base=Path("/")))
-        _link(found, target)
+        folder = _in_volume(uri, volumes, "spec.model.base") or Path(locate_model(uri, base=Path("/")))
+        _link(folder, target)
     if not (target / "config.json").is_file():
         raise UserInputError(f"spec.model.base: {uri} holds no model: config.json is missing")
 
@@ -161,7 +161,7 @@ def put_data(source: DataSource, settings: PrepareSettings) -> None:
     if scheme_of(source.uri) != "demo":
         put_file(source.uri, target, Path(settings.volumes), source.field)
         return
-    made = locate_data(
+    data_file = locate_data(
         source.uri,
         size=source.size,
         base=Path("/"),
@@ -169,7 +169,7 @@ def put_data(source: DataSource, settings: PrepareSettings) -> None:
         cache_dir=Path(settings.data_dir),
         field=source.field,
     )
-    _link(made, target)
+    _link(data_file, target)
 
 
 def check_reach(uri: str, field: str) -> None:
@@ -204,8 +204,8 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
         _download_file(uri, target)
         return
     check_reach(uri, field)
-    found = _in_volume(uri, volumes, field)
-    source = local_path(uri) if found is None else found
+    volume_path = _in_volume(uri, volumes, field)
+    source = local_path(uri) if volume_path is None else volume_path
     if not source.is_file():
         raise UserInputError(f"{field}: {source} does not exist in the pod")
     _link(source, target)
@@ -221,12 +221,12 @@ def _in_volume(uri: str, volumes: Path, field: str) -> Path | None:
         return None
     parsed = urlparse(uri)
     claim = (volumes / parsed.netloc).resolve()
-    found = (claim / parsed.path.lstrip("/")).resolve()
-    if not found.is_relative_to(claim):
+    path = (claim / parsed.path.lstrip("/")).resolve()
+    if not path.is_relative_to(claim):
         raise UserInputError(f"{field}: {uri} leads out of its claim")
-    if not found.exists():
+    if not path.exists():
         raise UserInputError(f"{field}: {uri} does not exist in its claim")
-    return found
+    return path
 
 
 def _link(source: Path, target: Path) -> None:

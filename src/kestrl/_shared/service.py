@@ -66,9 +66,9 @@ def _set_level(package: str) -> None:
         UserInputError: The variable names no level.
     """
     level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
-    known = logging.getLevelNamesMapping()
-    if level not in known:
-        raise UserInputError(f"{LEVEL_VARIABLE}: {level!r} is not one of {', '.join(known)}")
+    levels = logging.getLevelNamesMapping()
+    if level not in levels:
+        raise UserInputError(f"{LEVEL_VARIABLE}: {level!r} is not one of {', '.join(levels)}")
     logging.getLogger(package).setLevel(level)
 
 
@@ -123,11 +123,11 @@ async def _finish(work: Awaitable[None]) -> None:
 
 async def _end_tasks() -> None:
     """Cancels remaining tasks, with a time limit: a user's task may ignore its cancellation."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    if left:
-        _, left = await asyncio.wait(left, timeout=END_SECONDS)
-    for task in left:
+    if tasks:
+        _, tasks = await asyncio.wait(tasks, timeout=END_SECONDS)
+    for task in tasks:
         log.error("the task %s ignores its cancellation and is abandoned", task.get_name())
         unregister_task(task)

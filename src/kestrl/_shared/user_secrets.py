@@ -32,9 +32,9 @@ def user_secret(variable: str) -> str | None:
 class PresentRedactor(Redactor):
     """Replaces credentials in texts as they are now and were before."""
 
-    def __init__(self, read: Callable[[], Iterable[str]]) -> None:
-        """Knows what `read` gives, now and whenever a text is given."""
-        self._read, self._known = read, [tuple(read())]
+    def __init__(self, current_secrets: Callable[[], Iterable[str]]) -> None:
+        """Knows what `current_secrets` gives, now and whenever a text is given."""
+        self._read, self._known = current_secrets, [tuple(current_secrets())]
         super().__init__(self._known[0])
 
     def text(self, text: str) -> str:
@@ -50,7 +50,7 @@ class PresentRedactor(Redactor):
         return super().value(value)
 
     def _look(self) -> None:
-        present = tuple(self._read())
-        if present != self._known[-1]:
-            self._known = [*self._known[1 - REMEMBERED :], present]
-            super().__init__(secret for each in self._known for secret in each)
+        secrets = tuple(self._read())
+        if secrets != self._known[-1]:
+            self._known = [*self._known[1 - REMEMBERED :], secrets]
+            super().__init__(secret for secrets_of_name in self._known for secret in secrets_of_name)

@@ -20,7 +20,7 @@ TEXT = frozenset(
 def charset_of(name: str | None) -> str | None:
     """The codec of a declared character set; None if it is unknown, or none of text."""
     try:
-        found = codecs.lookup((name or "")[:64]).name
+        codec = codecs.lookup((name or "")[:64]).name
     except (LookupError, ValueError):
         return None
-    return found if found in TEXT else None
+    return codec if codec in TEXT else None

@@ -67,22 +67,22 @@ def read_conversations(path: Path, *, size: int | None = None) -> list[Conversat
     Raises:
         UserInputError: The file or a row is invalid; one line for each problem, up to 20.
     """
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     problems: list[str] = []
     for line, row in raw_rows(path):
-        if size is not None and len(found) + len(problems) >= size:
+        if size is not None and len(conversations) + len(problems) >= size:
             break
         try:
-            found.append(replace(conversation(row), place=f"{path}:{line}"))
+            conversations.append(replace(conversation(row), place=f"{path}:{line}"))
         except RefusedConversation as error:
             problems.append(f"{path}:{line}: {error}")
             if len(problems) >= MAX_PROBLEMS:
                 break
     if problems:
         raise SeveralProblems(problems)
-    if not found:
+    if not conversations:
         raise UserInputError(f"{path}: holds no rows")
-    return found
+    return conversations
 
 
 def conversation(row: object) -> Conversation:
@@ -97,10 +97,10 @@ def conversation(row: object) -> Conversation:
     if problems:
         raise RefusedConversation("; ".join(problems))
     schemas = _tools(_decoded(columns.get("tools"), "tools"))
-    read = read_messages(columns)
-    if _is_retool(read, schemas):
-        return Conversation(messages=from_retool(read), tools=[CODE_INTERPRETER])
-    return Conversation(messages=read, tools=schemas)
+    messages = read_messages(columns)
+    if _is_retool(messages, schemas):
+        return Conversation(messages=from_retool(messages), tools=[CODE_INTERPRETER])
+    return Conversation(messages=messages, tools=schemas)
 
 
 def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -112,12 +112,16 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = _decoded(columns.get("messages"), "messages")
     if not isinstance(messages, list) or not messages:
         raise RefusedConversation("messages: must be a list of messages; add it")
-    read = [_message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))]
-    if read[0]["role"] == "assistant" or not any(message["role"] == "assistant" for message in read):
+    checked_messages = [
+        _message(message, f"messages[{index}]") for index, message in enumerate(cast("list[object]", messages))
+    ]
+    if checked_messages[0]["role"] == "assistant" or not any(
+        message["role"] == "assistant" for message in checked_messages
+    ):
         raise RefusedConversation("messages: must begin with a prompt and hold an assistant message to learn from")
-    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in read):
+    if not any(message["role"] == "assistant" and message.get("weight", 1) for message in checked_messages):
         raise RefusedConversation("messages: no assistant message is to be learned; remove the row, or a weight of 0")
-    return read
+    return checked_messages
 
 
 def _tools(tools: object) -> list[Mapping[str, Any]]:
@@ -161,10 +165,12 @@ def _message(value: object, field: str) -> dict[str, Any]:
         raise RefusedConversation(f"{field}.tool_calls: must be a list, is {type(calls).__name__}")
     if calls and legacy:
         raise RefusedConversation(f"{field}.function_call: stands beside tool_calls; remove one of them")
-    read = [_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(cast("list[object]", calls))]
+    checked_calls = [
+        _call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(cast("list[object]", calls))
+    ]
     if legacy:
-        read = [_call(legacy, f"{field}.function_call")]
-    if role != "assistant" and read:
+        checked_calls = [_call(legacy, f"{field}.function_call")]
+    if role != "assistant" and checked_calls:
         raise RefusedConversation(f"{field}.tool_calls: only an assistant calls; its role is {role}")
     weight = _weight(message, field)
     message = {name: entry for name, entry in message.items() if name not in WEIGHTS} | {"role": role}
@@ -172,7 +178,7 @@ def _message(value: object, field: str) -> dict[str, Any]:
         message["weight"] = 0
     elif role != "assistant" and weight:
         raise RefusedConversation(f"{field}: is marked as learned; only messages of an assistant are, remove the mark")
-    return message | ({"tool_calls": read} if read else {})
+    return message | ({"tool_calls": checked_calls} if checked_calls else {})
 
 
 def _weight(message: Mapping[str, Any], field: str) -> int | None:
@@ -180,13 +186,13 @@ def _weight(message: Mapping[str, Any], field: str) -> int | None:
     for name in UNCLEAR_WEIGHTS:
         if name in message:
             raise RefusedConversation(f"{field}.{name}: is not read; say with weight, 0 or 1, whether it is learned")
-    said = {name: message[name] for name in WEIGHTS if name in message}
-    for name, value in said.items():
+    weights = {name: message[name] for name in WEIGHTS if name in message}
+    for name, value in weights.items():
         if value not in (0, 1):
             raise RefusedConversation(f"{field}.{name}: is {value!r}; a turn is learned (1) or not (0)")
-    if len({int(value) for value in said.values()}) > 1:
-        raise RefusedConversation(f"{field}: {' and '.join(said)} contradict each other; keep one of them")
-    return next((int(value) for value in said.values()), None)
+    if len({int(value) for value in weights.values()}) > 1:
+        raise RefusedConversation(f"{field}: {' and '.join(weights)} contradict each other; keep one of them")
+    return next((int(value) for value in weights.values()), None)
 
 
 def _call(value: object, field: str) -> dict[str, Any]:
@@ -195,8 +201,8 @@ def _call(value: object, field: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not is_mapping(function) or not isinstance(function.get("name"), str):
         raise RefusedConversation(f"{field}.function.name: is required; add it")
-    written = function.get("arguments")
-    arguments = _decoded({} if written is None else written, f"{field}.function.arguments")
+    raw_arguments = function.get("arguments")
+    arguments = _decoded({} if raw_arguments is None else raw_arguments, f"{field}.function.arguments")
     if not is_mapping(arguments):
         raise RefusedConversation(f"{field}.function.arguments: must be an object, is {type(arguments).__name__}")
     if problems := columns_as_json({"arguments": arguments})[1]:
@@ -206,8 +212,8 @@ def _call(value: object, field: str) -> dict[str, Any]:
 
 
 def _is_retool(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
-    said = [message["content"] for message in messages if message["role"] == "assistant"]
-    return not tools and len(said) == 1 and _SECTION.search(said[0]) is not None
+    assistant_texts = [message["content"] for message in messages if message["role"] == "assistant"]
+    return not tools and len(assistant_texts) == 1 and _SECTION.search(assistant_texts[0]) is not None
 
 
 def from_retool(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -219,8 +225,8 @@ def from_retool(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "assistant":
-            asked, marker, after = message["content"].partition(QUESTION)
-            turns.append({**message, "content": _ANSWER.sub("", after if marker else asked).strip()})
+            prompt, marker, after = message["content"].partition(QUESTION)
+            turns.append({**message, "content": _ANSWER.sub("", after if marker else prompt).strip()})
             continue
         text, end = message["content"], 0
         for section in _SECTION.finditer(text):
@@ -234,7 +240,7 @@ def from_retool(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             turns.append(
                 {"role": "assistant", "content": before, "tool_calls": [{"type": "function", "function": call}]}
             )
-        rest = _ANSWER.sub("", text[end:]).strip()
-        if rest:
-            turns.append({"role": "assistant", "content": rest})
+        remaining = _ANSWER.sub("", text[end:]).strip()
+        if remaining:
+            turns.append({"role": "assistant", "content": remaining})
     return turns

@@ -68,8 +68,8 @@ def _kind(value: object) -> str | None:
     return None
 
 
-def _either(what: str) -> Discriminator:
-    return Discriminator(_kind, custom_error_type="form", custom_error_message=f"must be {what}")
+def _either(forms: str) -> Discriminator:
+    return Discriminator(_kind, custom_error_type="form", custom_error_message=f"must be {forms}")
 
 
 IdField = Annotated[Annotated[Text, Tag("=text")] | Annotated[int, Tag("=int")], _either("text or a whole number")]
@@ -169,11 +169,11 @@ def _from_plain(row: _PlainRow, ordinal: int, *, promptless: bool) -> Scenario:
     misspelt = list(_misspelt(columns, _PlainRow))
     if misspelt:
         raise BadRow(misspelt)
-    given = 2 - [row.prompt, row.question].count(None)
-    if given != 1 and not (promptless and given == 0):
+    prompt_count = 2 - [row.prompt, row.question].count(None)
+    if prompt_count != 1 and not (promptless and prompt_count == 0):
         raise BadRow(["prompt: give either `prompt` or `question`, and one of them only"])
-    asked = row.question if row.question is not None else row.prompt
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(asked) if asked else []
+    prompt = row.question if row.question is not None else row.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt) if prompt else []
     by_name = row.tools if isinstance(row.tools, dict) else {}
     return Scenario(
         id=f"row-{ordinal}" if row.id is None else str(row.id),
@@ -188,7 +188,7 @@ def _from_plain(row: _PlainRow, ordinal: int, *, promptless: bool) -> Scenario:
 
 
 def _from_verl(row: _VerlRow, ordinal: int) -> Scenario:
-    given = row.extra_info.tools_kwargs or {}
+    tools_kwargs = row.extra_info.tools_kwargs or {}
     extra = row.extra_info.model_dump(exclude={"tools_kwargs", "need_tools_kwargs"})
     index = row.extra_info.index
     columns = {name: value for name, value in (row.model_extra or {}).items() if name not in MEDIA}
@@ -196,29 +196,29 @@ def _from_verl(row: _VerlRow, ordinal: int) -> Scenario:
         id=f"{row.data_source}/{ordinal if index is None else index}",
         ordinal=ordinal,
         messages=_messages(row.prompt),
-        tools_kwargs={name: value.model_dump() for name, value in given.items() if value is not None},
+        tools_kwargs={name: value.model_dump() for name, value in tools_kwargs.items() if value is not None},
         agent=row.agent_name or "",
         ground_truth=row.reward_model.ground_truth,
         metadata=_merged({"data_source": row.data_source, **columns}, extra, "extra_info"),
     )
 
 
-def _messages(said: Sequence[_Message]) -> list[dict[str, str]]:
-    if said[-1].role == "assistant":
+def _messages(chat: Sequence[_Message]) -> list[dict[str, str]]:
+    if chat[-1].role == "assistant":
         raise BadRow(
-            [f"prompt.{len(said) - 1}.role: a prompt cannot end with an assistant turn, since the model's turn follows"]
+            [f"prompt.{len(chat) - 1}.role: a prompt cannot end with an assistant turn, since the model's turn follows"]
         )
-    for index, message in enumerate(said):
-        if message.role == "tool" and (index == 0 or said[index - 1].role not in {"assistant", "tool"}):
+    for index, message in enumerate(chat):
+        if message.role == "tool" and (index == 0 or chat[index - 1].role not in {"assistant", "tool"}):
             raise BadRow([f"prompt.{index}.role: a tool turn must follow an assistant turn"])
     # An empty system message, as in many of verl's rows, is none.
-    return [{"role": message.role, "content": message.content} for message in said if message.content]
+    return [{"role": message.role, "content": message.content} for message in chat if message.content]
 
 
 def _misspelt(columns: Mapping[str, Json], form: type[BaseModel]) -> Iterator[str]:
     for name in columns:
-        for known in difflib.get_close_matches(name, form.model_fields, n=1, cutoff=SIMILAR):
-            yield f"{name}: unknown field; did you mean {known}? Rename the column if it is your own"
+        for field in difflib.get_close_matches(name, form.model_fields, n=1, cutoff=SIMILAR):
+            yield f"{name}: unknown field; did you mean {field}? Rename the column if it is your own"
 
 
 def _merged(columns: Mapping[str, Json], members: Mapping[str, Json], field: str) -> dict[str, Json]:

@@ -31,9 +31,9 @@ def _provider(group: str, name: str, field: str) -> Callable[..., Path]:
     for entry in offers:
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
-    known = ", ".join(sorted(entry.name for entry in offers)) or "none"
+    names = ", ".join(sorted(entry.name for entry in offers)) or "none"
     fix = f"; pip install '{PACKAGES[group, name]}'" if (group, name) in PACKAGES else ""
-    raise UserInputError(f"{field}: no installed package offers demo://{name} (there are: {known}){fix}")
+    raise UserInputError(f"{field}: no installed package offers demo://{name} (there are: {names}){fix}")
 
 
 def _local(uri: str, base: Path, field: str) -> Path:

@@ -28,7 +28,7 @@ ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2", "
 """Keeps the reader's memory to what it decodes: pools and arenas reserve more."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kinds of messages."""
 
     DIED = 0
@@ -67,11 +67,11 @@ def parquet_rows(path: Path) -> Iterator[ParquetRow]:
     try:
         while True:
             kind, content = _frame(process.stdout)
-            if kind is Kind.ROW:
+            if kind is MessageKind.ROW:
                 yield ParquetRow(*pickle.loads(content))  # noqa: S301 - written by this package's own reader
-            elif kind is Kind.END:
+            elif kind is MessageKind.END:
                 return
-            elif kind is Kind.REFUSED:
+            elif kind is MessageKind.REFUSED:
                 raise UserInputError(f"{path}{content.decode()}")
             else:
                 raise UserInputError(
@@ -84,11 +84,11 @@ def parquet_rows(path: Path) -> Iterator[ParquetRow]:
         process.stdout.close()
 
 
-def _frame(stream: IO[bytes]) -> tuple[Kind, bytes]:
+def _frame(stream: IO[bytes]) -> tuple[MessageKind, bytes]:
     """The next message of the reader; `Kind.DIED` where it ended without one."""
     header = stream.read(FRAME.size)
     if len(header) < FRAME.size:
-        return Kind.DIED, b""
+        return MessageKind.DIED, b""
     kind, size = FRAME.unpack(header)
     content = stream.read(min(size, 2 * MAX_ROW))
-    return (Kind(kind), content) if len(content) == size else (Kind.DIED, b"")
+    return (MessageKind(kind), content) if len(content) == size else (MessageKind.DIED, b"")

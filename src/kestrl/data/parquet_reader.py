@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from kestrl.data.parquet import FRAME, MAX_ROW, MEMORY_BYTES, Kind
+from kestrl.data.parquet import FRAME, MAX_ROW, MEMORY_BYTES, MessageKind
 from kestrl.tools.shapes import is_list, is_mapping
 
 ROWS_AT_ONCE = 256
@@ -26,7 +26,7 @@ MAX_ROWS, MAX_EXPANSION = 1024**3, 100
 """Maximum memory of all rows: the larger of a number of bytes and a multiple of the file's size."""
 
 
-class Refused(Exception):
+class FileRefused(Exception):
     """A file that is not read; the text stands behind its path."""
 
 
@@ -58,7 +58,7 @@ def rows(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 names: list[str] = batch.schema.names
                 twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
-                    raise Refused(f": two columns have the name {twice!r}; rename one of them")
+                    raise FileRefused(f": two columns have the name {twice!r}; rename one of them")
                 columns = [_column(name, batch.column(index), number) for index, name in enumerate(names)]
                 for values in zip(*columns, strict=True):
                     yield number, count, dict(zip(names, values, strict=True))
@@ -66,7 +66,7 @@ def rows(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     except MemoryError:
         raise
     except (OSError, ValueError, damaged) as error:
-        raise Refused(f": not readable as Parquet: {error}") from error
+        raise FileRefused(f": not readable as Parquet: {error}") from error
 
 
 def _elements(array: Any) -> int:
@@ -90,7 +90,7 @@ def _arrow_types() -> Any:
 def _column(name: str, values: Any, first: int) -> list[object]:
     """Values of a column; the error for a value without a Python form names its row."""
     if _elements(values) > MAX_ELEMENTS:
-        raise Refused(
+        raise FileRefused(
             f":{first}: {name}: the lists of these {len(values)} rows take too much memory: they have more than "
             f"{MAX_ELEMENTS} values"
         )
@@ -101,7 +101,7 @@ def _column(name: str, values: Any, first: int) -> list[object]:
             try:
                 value.as_py(maps_as_pydicts="strict")
             except (KeyError, ValueError, OverflowError) as error:
-                raise Refused(f":{row}: {name}: cannot be read: {error}") from error
+                raise FileRefused(f":{row}: {name}: cannot be read: {error}") from error
         raise
 
 
@@ -112,18 +112,20 @@ def write(path: Path, out: BinaryIO) -> None:
         Refused: As `rows` does, or they are above their bounds.
         MemoryError: They need more than the process may use.
     """
-    most, total = max(MAX_ROWS, MAX_EXPANSION * path.stat().st_size), 0
+    memory_limit, total = max(MAX_ROWS, MAX_EXPANSION * path.stat().st_size), 0
     for row in rows(path):
         number, size = row[0], weight(row[2])
         total += size
         if size > MAX_ROW:
-            raise Refused(f":{number}: the row takes more than {MAX_ROW >> 20} MiB of memory")
-        if total > most:
-            raise Refused(f":{number}: the rows up to here take more than {most >> 20} MiB of memory; divide the file")
-        _send(out, Kind.ROW, pickle.dumps(row, pickle.HIGHEST_PROTOCOL))
+            raise FileRefused(f":{number}: the row takes more than {MAX_ROW >> 20} MiB of memory")
+        if total > memory_limit:
+            raise FileRefused(
+                f":{number}: the rows up to here take more than {memory_limit >> 20} MiB of memory; divide the file"
+            )
+        _send(out, MessageKind.ROW, pickle.dumps(row, pickle.HIGHEST_PROTOCOL))
 
 
-def _send(out: BinaryIO, kind: Kind, content: bytes = b"") -> None:
+def _send(out: BinaryIO, kind: MessageKind, content: bytes = b"") -> None:
     out.write(FRAME.pack(kind, len(content)) + content)
 
 
@@ -133,15 +135,15 @@ def main() -> None:
     out = sys.stdout.buffer
     try:
         write(Path(sys.argv[1]), out)
-        _send(out, Kind.END)
-    except Refused as error:
-        _send(out, Kind.REFUSED, str(error).encode("utf-8", "backslashreplace"))
+        _send(out, MessageKind.END)
+    except FileRefused as error:
+        _send(out, MessageKind.REFUSED, str(error).encode("utf-8", "backslashreplace"))
     except RecursionError:
-        _send(out, Kind.REFUSED, b": not readable as Parquet: its columns are nested too deeply")
+        _send(out, MessageKind.REFUSED, b": not readable as Parquet: its columns are nested too deeply")
     except MemoryError:
-        _send(out, Kind.REFUSED, f": its pages take more than {MEMORY_BYTES >> 20} MiB of memory".encode())
+        _send(out, MessageKind.REFUSED, f": its pages take more than {MEMORY_BYTES >> 20} MiB of memory".encode())
     except OSError as error:
-        _send(out, Kind.REFUSED, f": cannot be read: {error.strerror}".encode())
+        _send(out, MessageKind.REFUSED, f": cannot be read: {error.strerror}".encode())
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def loop_problem(name: str, *, runner: str, loops: Collection[str]) -> str:
     """
     if not runner.startswith("agent."):
         return f"agent_name: {name!r} is a loop, and {runner} runs the job's episodes itself; remove the column"
-    listed = f" (it has: {', '.join(loops)})" if loops else ""
+    hint = f" (it has: {', '.join(loops)})" if loops else ""
     return (
         f"agent_name: {name!r} is a loop of the worker, and the job's episodes are run by {runner}; remove the column, "
-        f"or list the loop in spec.agent.loops{listed}, such as {{{name}: tool_agent}}, to mix both"
+        f"or list the loop in spec.agent.loops{hint}, such as {{{name}: tool_agent}}, to mix both"
     )
 
 
@@ -47,5 +47,5 @@ def check_loops(rows: Iterable[DataRow], *, runner: str, loops: Collection[str])
         if row.scenario.agent and row.scenario.agent not in loops
     ]
     if problems:
-        more = ["... and more of this kind"] if len(problems) > MAX_PROBLEMS else []
-        raise SeveralProblems([*problems[:MAX_PROBLEMS], *more])
+        remainder = ["... and more of this kind"] if len(problems) > MAX_PROBLEMS else []
+        raise SeveralProblems([*problems[:MAX_PROBLEMS], *remainder])

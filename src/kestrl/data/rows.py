@@ -77,8 +77,8 @@ def _json(path: Path, number: int, line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserInputError(f"{path}:{number}: not JSON: {why}") from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserInputError(f"{path}:{number}: not JSON: {reason}") from error
 
 
 def raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -113,7 +113,7 @@ def read_rows(path: Path, *, size: int | None = None, promptless: bool = False) 
     """
     rows: list[DataRow] = []
     problems: list[str] = []
-    seen: dict[str, int] = {}
+    lines_by_id: dict[str, int] = {}
     for number, raw in raw_rows(path):
         if size is not None and len(rows) >= size:
             break
@@ -126,12 +126,12 @@ def read_rows(path: Path, *, size: int | None = None, promptless: bool = False) 
                 break
             continue
         id_ = row.scenario.id
-        if id_ in seen and not _names_itself(raw):  # verl's `extra_info.index` may repeat
+        if id_ in lines_by_id and not _names_itself(raw):  # verl's `extra_info.index` may repeat
             id_ = f"{id_}#{row.scenario.ordinal}"
             row = row._replace(scenario=replace(row.scenario, id=id_))
-        if id_ in seen:
-            problems.append(f"{path}:{number}: id: {id_!r} is already the id of line {seen[id_]}")
-        seen[id_] = number
+        if id_ in lines_by_id:
+            problems.append(f"{path}:{number}: id: {id_!r} is already the id of line {lines_by_id[id_]}")
+        lines_by_id[id_] = number
         rows.append(row)
     if problems:
         raise SeveralProblems(problems)

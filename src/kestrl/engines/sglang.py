@@ -137,10 +137,10 @@ class Sglang:
         """SGLang answers null for the first token, then log-prob, id and text for each."""
         document: Any = json_object(answer)
         try:
-            listed = document["meta_info"]["input_token_logprobs"]
-            if [token for _, token, *_ in listed] != list(token_ids):
-                raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens, or those of other tokens")
-            return [float(logprob) for logprob, *_ in listed[1:]]
+            positions = document["meta_info"]["input_token_logprobs"]
+            if [token for _, token, *_ in positions] != list(token_ids):
+                raise ValueError(f"{len(positions)} positions for {len(token_ids)} tokens, or those of other tokens")
+            return [float(logprob) for logprob, *_ in positions[1:]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"input_token_logprobs have an unknown form: {error!r}") from error
 
@@ -187,14 +187,14 @@ class Sglang:
         return Metrics(0.0, load, work)
 
 
-def _generation(policy: str, token_ids: Sequence[int], sampling: Mapping[str, object], **more: object) -> Request:
+def _generation(policy: str, token_ids: Sequence[int], sampling: Mapping[str, object], **fields: object) -> Request:
     """A request to `/generate`; one for the base model names no adapter."""
     body = {
         "input_ids": list(token_ids),
         "lora_path": None if policy == BASE_MODEL_NAME else policy,
         "return_logprob": True,
         "sampling_params": sampling,
-        **more,
+        **fields,
     }
     return Request("POST", "/generate", msgspec.json.encode(body))
 

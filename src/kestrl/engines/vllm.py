@@ -165,11 +165,11 @@ class Vllm:
     def read_generated(self, answer: bytes, stamped: str | None = None) -> Generated:
         del stamped  # the answer itself names the policy
         try:
-            read = _ANSWERS.decode(answer)
+            completion = _ANSWERS.decode(answer)
         except msgspec.DecodeError:
             # It may hold NaN, which is not valid JSON.
-            read = msgspec.convert(json.loads(answer), _Answer)
-        (choice,) = read.choices
+            completion = msgspec.convert(json.loads(answer), _Answer)
+        (choice,) = completion.choices
         scored = choice.logprobs.content
         if [_token_id(entry) for entry in scored] != choice.token_ids:
             raise ValueError(
@@ -178,7 +178,7 @@ class Vllm:
         logprobs = [entry.logprob for entry in scored]
         if logprobs and min(logprobs) <= IMPOSSIBLE_LOGPROB:
             logprobs = [value if value > IMPOSSIBLE_LOGPROB else math.nan for value in logprobs]
-        return Generated(read.model, choice.token_ids, logprobs, choice.finish_reason)
+        return Generated(completion.model, choice.token_ids, logprobs, choice.finish_reason)
 
     def score(self, policy: str, token_ids: Sequence[int]) -> Request:
         body = {"model": policy, "token_ids": list(token_ids), "sampling_params": SCORING}
@@ -186,13 +186,13 @@ class Vllm:
 
     def read_scores(self, answer: bytes, token_ids: Sequence[int]) -> list[float]:
         """VLLM answers null for the first token, then one object of candidates by token id per position."""
-        listed: Any = json_object(answer).get("prompt_logprobs")
+        positions: Any = json_object(answer).get("prompt_logprobs")
         try:
-            if len(listed) != len(token_ids):
-                raise ValueError(f"{len(listed)} positions for {len(token_ids)} tokens")
+            if len(positions) != len(token_ids):
+                raise ValueError(f"{len(positions)} positions for {len(token_ids)} tokens")
             return [
                 float(position[str(token)]["logprob"])
-                for position, token in zip(listed[1:], token_ids[1:], strict=True)
+                for position, token in zip(positions[1:], token_ids[1:], strict=True)
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"prompt_logprobs have an unknown form: {error!r}") from error

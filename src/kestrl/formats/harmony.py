@@ -40,12 +40,12 @@ class _Message:
         """Text before any `<|message|>`: a turn that does not follow the format."""
         if self.channel or self.body is not None:
             return ""
-        return "".join(each for each in self.header if not isinstance(each, Marker)).strip()
+        return "".join(piece for piece in self.header if not isinstance(piece, Marker)).strip()
 
     @property
     def recipient(self) -> str:
-        found = _RECIPIENT.search("".join(each if not isinstance(each, Marker) else " " for each in self.header))
-        return "" if found is None else found["name"]
+        match = _RECIPIENT.search("".join(piece if not isinstance(piece, Marker) else " " for piece in self.header))
+        return "" if match is None else match["name"]
 
 
 class Harmony(ToolCallFormat):
@@ -71,22 +71,22 @@ class Harmony(ToolCallFormat):
                 calls.append(_call(message, body, cut=cut))
             elif message.channel != "analysis":
                 content.append(body or message.words)
-        return Turn(content="\n".join(each.strip() for each in content if each.strip()), calls=calls)
+        return Turn(content="\n".join(text.strip() for text in content if text.strip()), calls=calls)
 
     def readable(self, pieces: Sequence[str]) -> str:
-        written: list[str] = []
+        blocks: list[str] = []
         for message in _messages(pieces):
             body = "".join(message.body or ()).strip()
             if message.recipient:
                 call = _call(message, body, cut=False)
                 unwritable = call.arguments is None or json_problem(call.arguments)
                 text = body if unwritable else write_object(call.name, call.arguments or {})
-                written.append(f"<tool_call>\n{text}\n</tool_call>")
+                blocks.append(f"<tool_call>\n{text}\n</tool_call>")
             elif message.channel == "analysis":
-                written.append(f"<think>\n{body}\n</think>")
+                blocks.append(f"<think>\n{body}\n</think>")
             else:
-                written.append(body or message.words)
-        return "\n".join(text for text in written if text)
+                blocks.append(body or message.words)
+        return "\n".join(text for text in blocks if text)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return f"{START}assistant".join(

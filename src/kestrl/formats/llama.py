@@ -32,25 +32,25 @@ class Llama3Json(ToolCallFormat):
         text = "".join(piece for piece in pieces if not (isinstance(piece, Marker) and piece == TAG))
         content: list[str] = []
         calls: list[WrittenCall] = []
-        done = 0
+        position = 0
         for start, end, value in objects(text):
             if len(calls) == MAX_CALLS:
                 break
             call = _read(text, start, end, value, schemas, cut=cut)
             if call is not None:
-                content.append(text[done:start])
+                content.append(text[position:start])
                 calls.append(call)
-                done = end
+                position = end
                 if isinstance(value, ValueError):
                     break  # what follows belongs to it
-        content.append(text[done:])
-        said = "".join(content)
-        if tagged and not calls and said.strip():
-            calls, said = (
-                [WrittenCall(raw=said.strip(), problem='it is not a JSON object with "name" and "parameters"')],
+        content.append(text[position:])
+        prose = "".join(content)
+        if tagged and not calls and prose.strip():
+            calls, prose = (
+                [WrittenCall(raw=prose.strip(), problem='it is not a JSON object with "name" and "parameters"')],
                 "",
             )
-        return Turn(content=said.strip(" \t\r\n;") if calls else said.strip(), calls=calls)
+        return Turn(content=prose.strip(" \t\r\n;") if calls else prose.strip(), calls=calls)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return "; ".join(write_object(name, arguments, KEYS[0]) for name, arguments in calls)

@@ -47,7 +47,7 @@ class Mistral(ToolCallFormat):
 
     def readable(self, pieces: Sequence[str]) -> str:
         tags = {"[THINK]": "<think>", "[/THINK]": "</think>"}
-        return "".join(tags.get(each, each) if isinstance(each, Marker) else each for each in pieces)
+        return "".join(tags.get(piece, piece) if isinstance(piece, Marker) else piece for piece in pieces)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         return f"{CALLS}[{', '.join(write_object(name, arguments) for name, arguments in calls)}]"
@@ -63,22 +63,22 @@ def _read(pieces: Sequence[str]) -> list[WrittenCall]:
         name = "".join(pieces[:first]).strip()
         id_ = "".join(pieces[first + 1 : arguments]).strip() if pieces[first] == ID else ""
         return [replace(_named(name, "".join(pieces[arguments + 1 :]), raw), id=id_)]
-    named = _NAMED.fullmatch(raw)
-    if named is not None:
-        return [_named(named["name"], named["arguments"], raw)]
+    match = _NAMED.fullmatch(raw)
+    if match is not None:
+        return [_named(match["name"], match["arguments"], raw)]
     try:
         value = read_json(raw)
     except ValueError as error:
         return [WrittenCall(raw=raw, problem=str(error))]
-    found = value if is_list(value) else [value]
-    return [replace(call_of(each, raw), id=_id(each)) for each in found] or [
+    call_objects = value if is_list(value) else [value]
+    return [replace(call_of(call, raw), id=_id(call)) for call in call_objects] or [
         WrittenCall(raw=raw, problem="the array is empty")
     ]
 
 
 def _id(value: Any) -> str:
-    found = value.get("id") if is_mapping(value) else None
-    return found if isinstance(found, str) else ""
+    call_id = value.get("id") if is_mapping(value) else None
+    return call_id if isinstance(call_id, str) else ""
 
 
 def _named(name: str, arguments: str, raw: str) -> WrittenCall:

@@ -91,28 +91,32 @@ def call_of(value: Any, raw: str, keys: Sequence[str] = ARGUMENTS) -> WrittenCal
 
 def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
     """A call in the form of OpenAI's API, `{"type": "function", "function": {...}}`, as its function alone."""
-    inner = value.get("function")
-    return cast(dict[str, Any], inner) if isinstance(inner, dict) and value.keys() <= {"function", *IDENTITY} else value
+    function = value.get("function")
+    return (
+        cast(dict[str, Any], function)
+        if isinstance(function, dict) and value.keys() <= {"function", *IDENTITY}
+        else value
+    )
 
 
 def objects(text: str) -> Iterator[tuple[int, int, Any]]:
     """The JSON objects in a text that are in no other: where each begins and ends, and its value, or the ValueError of
     one that cannot be read.
     """
-    done = failures = 0
+    end = failures = 0
     for opening in _OPENING.finditer(text):
         start = opening.start()
-        if start < done:
+        if start < end:
             continue
         try:
-            value, done = raw_json(text, start)
+            value, end = raw_json(text, start)
         except ValueError as error:
             failures += 1
             if failures > MAX_FAILURES:
                 return
             yield start, len(text), error
         else:
-            yield start, done, value
+            yield start, end, value
 
 
 def stray_calls(text: str, schemas: Schemas, keys: Sequence[str], problem: str) -> tuple[str, list[WrittenCall]]:
@@ -127,14 +131,14 @@ def stray_calls(text: str, schemas: Schemas, keys: Sequence[str], problem: str) 
     """
     calls: list[WrittenCall] = []
     content: list[str] = []
-    done = 0
+    position = 0
     for start, end, value in objects(text):
         if not names_tool(value, schemas, keys):
             continue
-        content.append(text[done:start])
+        content.append(text[position:start])
         calls.append(WrittenCall(raw=text[start:end], problem=problem))
-        done = end
-    content.append(text[done:])
+        position = end
+    content.append(text[position:])
     return "".join(content).strip() if calls else text, calls
 
 

@@ -42,10 +42,10 @@ class Pythonic(ToolCallFormat):
         return Turn(content="", calls=calls)
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        written = (
+        call_texts = (
             f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
         )
-        return f"[{', '.join(written)}]"
+        return f"[{', '.join(call_texts)}]"
 
 
 def _read(raw: str) -> list[WrittenCall]:
@@ -58,8 +58,8 @@ def _read(raw: str) -> list[WrittenCall]:
             tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [WrittenCall(raw=raw, problem=f"it is not a list of calls: {str(error)[:200]}")]
-    found = tree.elts if isinstance(tree, ast.List) else [tree]
-    return [_call(node, text) for node in found] or [WrittenCall(raw=raw, problem="the list is empty")]
+    nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+    return [_call(node, text) for node in nodes] or [WrittenCall(raw=raw, problem="the list is empty")]
 
 
 def _call(node: ast.expr, text: str) -> WrittenCall:
@@ -89,7 +89,7 @@ def _value(node: ast.expr) -> Any:
         case ast.Name(id=word) if word in _NAMES:
             return _NAMES[word]
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_value(each) for each in elements]
+            return [_value(element) for element in elements]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
         case _:

@@ -34,19 +34,19 @@ def resolve(name: str) -> ToolCallFormat:
         raise UserInputError(
             f"{FIELD}: {name!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Format"
         )
-    found: Any = importing.load(name, field=FIELD)
-    if inspect.isclass(found):
+    candidate: Any = importing.load(name, field=FIELD)
+    if inspect.isclass(candidate):
         try:
-            found = found()
+            candidate = candidate()
         except Exception as error:
             raise UserInputError(
                 f"{FIELD}: {name} cannot be made without arguments: {type(error).__name__}: {error}"
             ) from error
-    missing = [each for each in MEMBERS if not hasattr(found, each)]
-    if missing:
+    missing_members = [member for member in MEMBERS if not hasattr(candidate, member)]
+    if missing_members:
         raise UserInputError(
-            f"{FIELD}: {name} is not a ToolCallFormat: it has no {', '.join(missing)}; subclass "
+            f"{FIELD}: {name} is not a ToolCallFormat: it has no {', '.join(missing_members)}; subclass "
             "kestrl.formats.ToolCallFormat "
             "for the defaults"
         )
-    return cast(ToolCallFormat, found)
+    return cast(ToolCallFormat, candidate)

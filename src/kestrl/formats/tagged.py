@@ -92,11 +92,11 @@ class QwenXml(ToolCallFormat):
 
 
 def _write_xml(name: str, arguments: Mapping[str, Any]) -> str:
-    written = "".join(
+    parameters = "".join(
         f"<parameter={key}>\n{value if isinstance(value, str) else write_json(value)}\n</parameter>\n"
         for key, value in arguments.items()
     )
-    return f"{BEGIN}\n<function={name}>\n{written}</function>\n{END}"
+    return f"{BEGIN}\n<function={name}>\n{parameters}</function>\n{END}"
 
 
 def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
@@ -107,24 +107,24 @@ def _read_xml(raw: str, schemas: Schemas) -> WrittenCall:
     schema = schemas.get(name, {})
     properties = properties_of(schema)
     arguments: dict[str, Any] = {}
-    done = 0
+    position = 0
     for match in _PARAMETER.finditer(body):
-        if match.start() != done:
+        if match.start() != position:
             break
-        done = match.end()
+        position = match.end()
         key = match["name"].strip()
-        inner = _OPENED.search(match["value"])
-        if inner is not None and inner["name"].strip() in properties:
-            problem = f"</parameter> is missing between {key!r} and {inner['name'].strip()!r}"
+        opened = _OPENED.search(match["value"])
+        if opened is not None and opened["name"].strip() in properties:
+            problem = f"</parameter> is missing between {key!r} and {opened['name'].strip()!r}"
             return WrittenCall(raw=raw, name=name, problem=problem)
         if key in arguments:
             return WrittenCall(raw=raw, name=name, problem=f"the parameter {key!r} is there twice")
         arguments[key] = _value(_without_frame(match["value"]), properties.get(key, {}), schema)
-    if body[done:].strip():
+    if body[position:].strip():
         return WrittenCall(
             raw=raw,
             name=name,
-            problem=f"what follows is not <parameter=...> ... </parameter>: {body[done:].strip()[:80]}",
+            problem=f"what follows is not <parameter=...> ... </parameter>: {body[position:].strip()[:80]}",
         )
     return WrittenCall(raw=raw, name=name, arguments=arguments)
 
@@ -141,15 +141,15 @@ def _bare_xml(text: str, schemas: Schemas) -> tuple[str, list[WrittenCall]]:
     starts = [match.start() for match in _BARE.finditer(text) if match["name"].strip() in schemas]
     if not starts:
         return text, []
-    content, calls, done = [text[: starts[0]]], list[WrittenCall](), starts[0]
+    content, calls, position = [text[: starts[0]]], list[WrittenCall](), starts[0]
     for start in starts:
-        if start < done:
+        if start < position:
             continue  # in a value of the one before
-        content.append(text[done:start])
+        content.append(text[position:start])
         end = text.find("</function>", start)
-        done = len(text) if end < 0 else end + len("</function>")
-        calls.append(WrittenCall(raw=text[start:done], problem=OUTSIDE))
-    content.append(text[done:])
+        position = len(text) if end < 0 else end + len("</function>")
+        calls.append(WrittenCall(raw=text[start:position], problem=OUTSIDE))
+    content.append(text[position:])
     return "".join(content).strip(), calls
 
 
@@ -166,9 +166,9 @@ def _value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     if not kinds or kinds == {"string"}:
         return text
     bare = text.strip()
-    for read in (read_json, _literal):
+    for reader in (read_json, _literal):
         try:
-            value = read(bare)
+            value = reader(bare)
         except ValueError:
             continue
         if isinstance(value, str):

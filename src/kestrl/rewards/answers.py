@@ -46,7 +46,7 @@ def accepted_answers(ground_truth: Json) -> list[str]:
     expected: Any = ground_truth
     if is_mapping(expected):
         expected = expected.get("answer")
-    answers = [_text(each) for each in (expected if is_list(expected) else [expected]) if each is not None]
+    answers = [_text(option) for option in (expected if is_list(expected) else [expected]) if option is not None]
     if not answers or not all(answer.strip() for answer in answers):
         raise ValueError("the row has no ground_truth to compare with")
     return answers
@@ -65,8 +65,8 @@ def normalised(text: str) -> str:
 
 def marked(text: str) -> str | None:
     r"""Text after the last answer marker: `#### 72`, `\boxed{72}`, `Answer: 72`."""
-    found = [match for match in _MARKED.finditer(text[-MAX_READ:]) if match.group(match.lastgroup or 0).strip()]
-    return found[-1].group(found[-1].lastgroup or 0).strip() if found else None
+    marks = [match for match in _MARKED.finditer(text[-MAX_READ:]) if match.group(match.lastgroup or 0).strip()]
+    return marks[-1].group(marks[-1].lastgroup or 0).strip() if marks else None
 
 
 def number(text: str) -> Decimal | None:
@@ -77,8 +77,8 @@ def number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """The last number in a text."""
-    found = [match.group() for match in _NUMBER.finditer(text[-MAX_READ:].replace("\u2212", "-")) if match.group()]
-    numbers = [value for value in map(_decimal, found) if value is not None]
+    texts = [match.group() for match in _NUMBER.finditer(text[-MAX_READ:].replace("\u2212", "-")) if match.group()]
+    numbers = [value for value in map(_decimal, texts) if value is not None]
     return numbers[-1] if numbers else None
 
 
@@ -96,10 +96,10 @@ def matches(answer: str, expected: str) -> bool:
     `\boxed{72}`), or else with the last number of the text; any other answer as text.
     """
     expected = _final(expected)
-    wanted = number(expected)
+    expected_number = number(expected)
     candidate = marked(answer)
-    if wanted is not None:
-        return wanted == last_number(answer if candidate is None else candidate)
+    if expected_number is not None:
+        return expected_number == last_number(answer if candidate is None else candidate)
     return normalised(expected) in (normalised(answer), normalised(candidate or ""))
 
 

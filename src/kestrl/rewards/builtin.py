@@ -34,9 +34,9 @@ def exact_answer(attempt: Attempt) -> Score:
     Raises:
         ValueError: The scenario has no ground truth.
     """
-    given = normalised(answer_of(attempt.episode))
+    answer = normalised(answer_of(attempt.episode))
     accepted = accepted_answers(attempt.scenario.ground_truth)
-    return _right(any(given == normalised(expected) for expected in accepted), answer=given)
+    return _right(any(answer == normalised(expected) for expected in accepted), answer=answer)
 
 
 def flexible_answer(attempt: Attempt) -> Score:
@@ -121,11 +121,11 @@ def _read(candidate: str, accepted: Sequence[str]) -> Reading:
     """
     words = [normalised(expected) for expected in accepted if _WORDS.fullmatch(expected.strip())]
     formulas = [expected for expected in accepted if not _WORDS.fullmatch(expected.strip())]
-    said = normalised(candidate)
-    if said in words or not formulas:
-        return Reading(said in words, said)
+    answer = normalised(candidate)
+    if answer in words or not formulas:
+        return Reading(answer in words, answer)
     reading = mathematics.read(candidate, formulas)
-    return reading if reading.answer else Reading(reading.correct, said)
+    return reading if reading.answer else Reading(reading.correct, answer)
 
 
 def _right(correct: bool, *, answer: str) -> Score:
@@ -175,14 +175,14 @@ def environment_reward(attempt: Attempt, *, weights: Mapping[str, float] | None 
     parts: dict[str, float] = {}
     weighed: dict[str, float] = {}
     for state in rewarded:
-        reward, own = state[ENVIRONMENT_REWARD], state.get(ENVIRONMENT_WEIGHTS)
-        weighed |= {str(name): float(weight) for name, weight in own.items()} if is_mapping(own) else {}
+        reward, own_weights = state[ENVIRONMENT_REWARD], state.get(ENVIRONMENT_WEIGHTS)
+        weighed |= {str(name): float(weight) for name, weight in own_weights.items()} if is_mapping(own_weights) else {}
         for name, value in reward.items() if is_mapping(reward) else (("", reward),):
             parts[name] = parts.get(name, 0.0) + float(value)
     unknown = sorted(set(weights or {}) - set(parts))
     if unknown:
-        known = ", ".join(filter(None, parts)) or "none"
-        raise ValueError(f"weights: the environment's reward has no part {', '.join(unknown)} (it has: {known})")
+        part_names = ", ".join(filter(None, parts)) or "none"
+        raise ValueError(f"weights: the environment's reward has no part {', '.join(unknown)} (it has: {part_names})")
     weighed |= weights or {}
     total = math.fsum(weighed.get(name, 1.0) * value for name, value in parts.items())
     return Score(value=total, metrics={f"reward.{name}": value for name, value in parts.items() if name})

@@ -143,15 +143,15 @@ def _metric_problem(name: object, value: object) -> UnusableMetric | None:
     return None
 
 
-def _number(name: str, what: str, value: object) -> float:
+def _number(name: str, label: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise JudgeFailure(
-            f"{name}: its {what} is {shown(value)} ({type(value).__name__}); return a float or a Score",
+            f"{name}: its {label} is {shown(value)} ({type(value).__name__}); return a float or a Score",
             code=NOT_A_NUMBER,
         )
     number = _as_float(value)
     if not math.isfinite(number):
-        raise JudgeFailure(f"{name}: its {what} is {number}, which no gradient can use", code=NOT_FINITE)
+        raise JudgeFailure(f"{name}: its {label} is {number}, which no gradient can use", code=NOT_FINITE)
     return number
 
 

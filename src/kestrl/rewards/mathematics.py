@@ -119,7 +119,7 @@ def _reading(expected: Sequence[Any], text: str) -> Reading:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, in_use + MEMORY_BYTES))
     parsed = _parse(text)
     # Without its own timeouts, which are alarms of the main thread.
-    correct = any(_math_verify().verify(one, parsed, timeout_seconds=None) for one in expected)
+    correct = any(_math_verify().verify(expectation, parsed, timeout_seconds=None) for expectation in expected)
     return Reading(correct, _form(parsed))
 
 

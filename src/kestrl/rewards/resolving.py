@@ -36,17 +36,17 @@ def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -
         UserInputError: It does not exist, or does not accept an attempt and this configuration.
     """
     function = _named(rule, field)
-    given = dict(config or {})
-    needs_math = rule == "math_answer" or (rule == "boxed_answer" and given.get("compare") == "math")
+    kwargs = dict(config or {})
+    needs_math = rule == "math_answer" or (rule == "boxed_answer" and kwargs.get("compare") == "math")
     if needs_math and find_spec("math_verify") is None:
         raise UserInputError(f"{field}: {rule} needs math-verify: pip install 'kestrl[math]'")
     try:
-        inspect.signature(function).bind(object(), **given)
+        inspect.signature(function).bind(object(), **kwargs)
     except TypeError as error:
         raise UserInputError(f"{field.rpartition('.')[0]}.config: does not fit {rule}: {error}") from error
     except ValueError:  # a callable without a readable signature: checked by its first call
         pass
-    return partial(function, **given) if given else function
+    return partial(function, **kwargs) if kwargs else function
 
 
 def _named(rule: str, field: str) -> Reward:

@@ -155,8 +155,8 @@ class EnginesObserved(RunEvent):
 
     def after(self, state: RunState) -> RunState:
         total = state.engines.total if self.total is None else self.total
-        seen = (*state.engines.builds, *(each.build for each in self.reports if each.build is not None))
-        builds = tuple(dict.fromkeys(seen))[:BUILDS]
+        all_builds = (*state.engines.builds, *(report.build for report in self.reports if report.build is not None))
+        builds = tuple(dict.fromkeys(all_builds))[:BUILDS]
         fleet = state.engines.but(total=total, verified=self.verified, reports=self.reports, builds=builds)
         return state.but(engines=fleet)
 

@@ -135,10 +135,10 @@ class LearningCounts(Part):
 
     def with_step(self, step: StepCounts) -> LearningCounts:
         """The counts with one more step."""
-        clipped, single = self.clipped_share, self.single_updates
+        clipped, updates = self.clipped_share, self.single_updates
         if step.clipped_share is not None:
-            single += 1
-            clipped += (step.clipped_share - clipped) / single
+            updates += 1
+            clipped += (step.clipped_share - clipped) / updates
         return LearningCounts(
             first=self.first,
             steps=self.steps + 1,
@@ -146,7 +146,7 @@ class LearningCounts(Part):
             idle_groups=self.idle_groups + step.idle_groups,
             tool_calls=self.tool_calls + step.tool_calls,
             largest_gradient=max(self.largest_gradient, step.gradient),
-            single_updates=single,
+            single_updates=updates,
             clipped_share=clipped,
         )
 

@@ -138,13 +138,13 @@ def ordered(segments: Iterable[Segment]) -> list[tuple[Segment, Sequence[Entry]]
     Events that are stored twice, as by a compaction that was cut short, count once. What a replaced learner stored at
     or after the number from which a later owner continues does not count.
     """
-    listed = sorted(segments, key=lambda segment: (segment.owner, segment.first))
+    sorted_segments = sorted(segments, key=lambda segment: (segment.owner, segment.first))
     starts: dict[int, int] = {}
-    for segment in reversed(listed):
+    for segment in reversed(sorted_segments):
         starts[segment.owner] = min(segment.first, starts.get(segment.owner, segment.first))
     counting: list[tuple[Segment, Sequence[Entry]]] = []
     number = 0
-    for segment in listed:
+    for segment in sorted_segments:
         end = min((first for owner, first in starts.items() if owner > segment.owner), default=None)
         entries = [entry for entry in segment.entries if entry.number > number and (end is None or entry.number < end)]
         number = entries[-1].number if entries else number
@@ -154,5 +154,5 @@ def ordered(segments: Iterable[Segment]) -> list[tuple[Segment, Sequence[Entry]]
 
 def state_of_segments(segments: Iterable[Segment]) -> RunState | None:
     """The state after the last stored event; None without segments."""
-    newest = next(reversed(ordered(segments)), None)
-    return None if newest is None else reduced(newest[0].header.state, newest[1])
+    segment_entry = next(reversed(ordered(segments)), None)
+    return None if segment_entry is None else reduced(segment_entry[0].header.state, segment_entry[1])

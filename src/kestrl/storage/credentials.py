@@ -48,8 +48,10 @@ def mounted_texts(folder: Path, prefix: str) -> Mapping[str, str]:
 
 def _texts(folder: Path, prefix: str) -> Mapping[str, str]:
     try:
-        present = (folder / CURRENT).resolve() if (folder / CURRENT).is_symlink() else folder
-        files = [path for path in sorted(present.iterdir()) if path.name.startswith(prefix) and not path.is_dir()]
+        current_folder = (folder / CURRENT).resolve() if (folder / CURRENT).is_symlink() else folder
+        files = [
+            path for path in sorted(current_folder.iterdir()) if path.name.startswith(prefix) and not path.is_dir()
+        ]
     except (FileNotFoundError, NotADirectoryError):
         if folder.is_dir():
             raise
@@ -76,11 +78,11 @@ def opened_with(open_with: Callable[[dict[str, str]], Opened], configuration: Ma
     """Opens a store with a configuration, less the options of the client, and less the variables that obstore does not
     know, as it does with those of the environment.
     """
-    known = {key.lower(): text for key, text in configuration.items() if _option(key) not in CLIENT_OPTIONS}
+    store_options = {key.lower(): text for key, text in configuration.items() if _option(key) not in CLIENT_OPTIONS}
     while True:
         try:
-            return open_with(known)
+            return open_with(store_options)
         except UnknownConfigurationKeyError as error:
             unknown = UNKNOWN_KEY.search(str(error))
-            if unknown is None or known.pop(unknown["key"], None) is None:
+            if unknown is None or store_options.pop(unknown["key"], None) is None:
                 raise

@@ -140,11 +140,11 @@ class ObjectEpisodeStore(EpisodeStore):
                 if chosen.step in {None, step}:
                     yield from select_in(self._read(purpose, step, chosen), chosen)
 
-    def _read(self, purpose: Purpose, step: int, chosen: EpisodeFilter | None) -> EpisodeBatch:
+    def _read(self, purpose: Purpose, step: int, episode_filter: EpisodeFilter | None) -> EpisodeBatch:
         file = self.table(purpose, step)
         if file is None:
             return self._read_old(purpose, step)
-        places = None if chosen is None else _places(file, chosen)
+        places = None if episode_filter is None else _places(file, episode_filter)
         return EpisodeBatch(purpose=purpose, step=step, stored=self._decoded(file.rows(places), purpose, step))
 
     def _decoded(self, rows: Sequence[dict[str, object]], purpose: Purpose, step: int) -> list[StoredGroup]:
@@ -169,14 +169,14 @@ class ObjectEpisodeStore(EpisodeStore):
         self._store.delete(layout.old_episode_batch(purpose, step))
 
 
-def _places(file: TableFile, chosen: EpisodeFilter) -> Sequence[int] | None:
+def _places(file: TableFile, episode_filter: EpisodeFilter) -> Sequence[int] | None:
     """Places of the rows of groups with an episode of the selected id and scenario; None for all."""
-    if chosen.id is None and chosen.scenario is None:
+    if episode_filter.id is None and episode_filter.scenario is None:
         return None
     keys = file.read(["group_index", "episode", "scenario"]).to_pylist()
     groups = {
         key["group_index"]
         for key in keys
-        if chosen.id in {None, key["episode"]} and chosen.scenario in {None, key["scenario"]}
+        if episode_filter.id in {None, key["episode"]} and episode_filter.scenario in {None, key["scenario"]}
     }
     return [place for place, key in enumerate(keys) if key["group_index"] in groups]

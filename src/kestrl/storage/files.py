@@ -98,10 +98,10 @@ def _download(store: ObjectStore, path: str, target: Path) -> str:
     with ThreadPoolExecutor(1) as writer:
         # Written while the digest is computed: both release the GIL. A small file takes less time than starting a
         # thread.
-        written = writer.submit(_write, target, content)
-        taken = digest(content)
-        written.result()
-    return taken
+        write_future = writer.submit(_write, target, content)
+        sha256 = digest(content)
+        write_future.result()
+    return sha256
 
 
 def _write(target: Path, content: memoryview) -> None:

@@ -87,8 +87,8 @@ def model_folder(policy: PolicyVersion) -> str:
 
 def adapter_version(folder: str) -> tuple[int, str] | None:
     """Step and start of the digest of the version in a folder; None for other folders."""
-    found = _ADAPTER.fullmatch(folder)
-    return None if found is None else (int(found["step"]), found["digest"])
+    match = _ADAPTER.fullmatch(folder)
+    return None if match is None else (int(match["step"]), match["digest"])
 
 
 def checkpoint_folder(step: int) -> str:
@@ -106,5 +106,5 @@ def checkpoint_state(step: int, sha256: str) -> str:
 
 def checkpoint_step(path: str) -> int | None:
     """Step of the checkpoint whose manifest is at a path; None for other files."""
-    found = _CHECKPOINT_MANIFEST.fullmatch(path)
-    return None if found is None else int(found["step"])
+    match = _CHECKPOINT_MANIFEST.fullmatch(path)
+    return None if match is None else int(match["step"])

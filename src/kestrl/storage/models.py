@@ -87,10 +87,10 @@ def is_published(store: ObjectStore) -> bool:
     if not store.exists(MANIFEST):
         return False
     try:
-        found: Any = json.loads(store.get(MANIFEST))
+        manifest: Any = json.loads(store.get(MANIFEST))
     except ValueError:
         return False
-    return isinstance(found, dict) and found.keys() >= {"base_model", "files", "sha256"}
+    return isinstance(manifest, dict) and manifest.keys() >= {"base_model", "files", "sha256"}
 
 
 def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelManifest:

@@ -99,8 +99,8 @@ class ObjectStore:
             else:
                 self._opened = _remote(uri, self._mounted)
         except (BaseError, ValueError, OSError) as error:
-            why = self._redactor.text(str(error))
-            raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {why}") from error
+            reason = self._redactor.text(str(error))
+            raise UserInputError(f"storage.uri: {uri!r} cannot be opened: {reason}") from error
 
     @property
     def _store(self) -> obstore.store.ObjectStore:
@@ -115,9 +115,9 @@ class ObjectStore:
                 # Two threads may both open it; each uses what it has opened.
                 opened = _remote(self._address, mounted)
             except (BaseError, ValueError) as error:
-                why = _redactor(mounted).text(_short(error))
+                reason = _redactor(mounted).text(_short(error))
                 raise StorageInaccessible(
-                    f"{self.uri}: cannot be opened with its changed credentials; check them: {why}"
+                    f"{self.uri}: cannot be opened with its changed credentials; check them: {reason}"
                 ) from error
             self._opened, self._mounted, self._redactor = opened, mounted, _redactor(mounted)
         return self._opened
@@ -173,8 +173,8 @@ class ObjectStore:
         """Whether a later retry of the request may succeed."""
         text = str(error)
         if is_local(self.uri):
-            named = OS_ERROR.search(text)
-            number = error.errno if isinstance(error, OSError) and error.errno else int(named["number"]) if named else 0
+            match = OS_ERROR.search(text)
+            number = error.errno if isinstance(error, OSError) and error.errno else int(match["number"]) if match else 0
             return number in AWAY
         answered = STATUS.search(text)
         if answered is not None:
@@ -215,7 +215,7 @@ class ObjectStore:
         """Reads the bytes from the first to before the last of each pair, with few requests. Raises as `get` does."""
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         try:
-            return [bytes(each) for each in obstore.get_ranges(self._store, path, starts=starts, ends=ends)]
+            return [bytes(chunk) for chunk in obstore.get_ranges(self._store, path, starts=starts, ends=ends)]
         except FileNotFoundError as error:
             raise self._missing(path, error) from error
         except (BaseError, OSError) as error:
@@ -248,16 +248,16 @@ class ObjectStore:
     def list(self, prefix: str) -> list[str]:
         """Paths of all objects under the folder `prefix`, sorted."""
         try:
-            listed = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - Arrow types it may also give
-            return sorted(str(meta["path"]) for batch in listed for meta in batch)
+            batches = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - Arrow types it may also give
+            return sorted(str(meta["path"]) for batch in batches for meta in batch)
         except (BaseError, OSError) as error:
             raise self._refused("list", prefix, error) from error
 
     def versions(self, prefix: str) -> dict[str, ObjectVersion]:
         """Version of each object under the folder `prefix`, by path, sorted."""
         try:
-            listed = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - as in `list`
-            every = {str(meta["path"]): _version(meta) for batch in listed for meta in batch}
+            batches = self._store.list(prefix.rstrip("/"))  # pyright: ignore[reportUnknownMemberType] - as in `list`
+            every = {str(meta["path"]): _version(meta) for batch in batches for meta in batch}
         except (BaseError, OSError) as error:
             raise self._refused("list", prefix, error) from error
         return dict(sorted(every.items()))

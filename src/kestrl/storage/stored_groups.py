@@ -67,7 +67,7 @@ class StoredGroup:
         """The group as training took it: a shrunk one without its failed episodes."""
         if not self.tokens:
             return self.group
-        return replace(self.group, episodes=[each for each in self.group.episodes if each.id in self.tokens])
+        return replace(self.group, episodes=[episode for episode in self.group.episodes if episode.id in self.tokens])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class EpisodeBatch:
 
     @property
     def groups(self) -> Sequence[Group]:
-        return [each.group for each in self.stored]
+        return [stored_group.group for stored_group in self.stored]
 
     @staticmethod
     def evaluation(step: int, groups: Sequence[Group]) -> EpisodeBatch:

@@ -19,12 +19,12 @@ def read_tool_lists(store: ObjectStore) -> ToolLists:
         StorageError: The storage cannot be read.
     """
     try:
-        found: ToolLists = json.loads(store.get(TOOLS))
+        tool_lists: ToolLists = json.loads(store.get(TOOLS))
     except StorageError as error:
         if error.code == "not_found":
             return {}
         raise
-    return found
+    return tool_lists
 
 
 def write_tool_lists(store: ObjectStore, lists: ToolLists) -> None:

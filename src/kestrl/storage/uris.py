@@ -17,8 +17,8 @@ def scheme_of(address: str) -> str:
     """The scheme of an address, in lower case; empty for a plain path, whatever characters it holds."""
     if address.startswith("file:"):
         return "file"
-    found = _SCHEME.match(address)
-    return "" if found is None else found[1].lower()
+    match = _SCHEME.match(address)
+    return "" if match is None else match[1].lower()
 
 
 def is_local(address: str) -> bool:
@@ -32,12 +32,12 @@ def local_path(address: str) -> Path:
     Raises:
         UserInputError: The URI names a host, as `file://folder/name` does.
     """
-    found = _FILE.fullmatch(address)
-    if found is None:
+    match = _FILE.fullmatch(address)
+    if match is None:
         return Path(address)
-    if found["host"] not in {None, "", "localhost"}:
-        raise UserInputError(f"{address!r} names the host {found['host']!r}; write file:///ABSOLUTE/PATH, or a path")
-    return Path(unquote(found["path"]))
+    if match["host"] not in {None, "", "localhost"}:
+        raise UserInputError(f"{address!r} names the host {match['host']!r}; write file:///ABSOLUTE/PATH, or a path")
+    return Path(unquote(match["path"]))
 
 
 def file_uri(path: Path) -> str:

@@ -97,14 +97,17 @@ def _tokens(episode: ScoredEpisode, chance: random.Random) -> _Tokens:
 def _check_loss(algorithm: Algorithm, batch: Sequence[Sequence[ScoredEpisode]], chance: random.Random) -> None:
     streams = [[_tokens(episode, chance) for episode in group] for group in batch]
     advantages = algorithm.advantages(batch)
-    whole = list(_micro_batches(algorithm, streams, advantages, split=False))
+    unsplit = list(_micro_batches(algorithm, streams, advantages, split=False))
     parts = list(_micro_batches(algorithm, streams, advantages, split=True))
-    (loss, gradient), (split_loss, split_gradient) = _summed(algorithm, whole), _summed(algorithm, parts)
+    (loss, gradient), (split_loss, split_gradient) = _summed(algorithm, unsplit), _summed(algorithm, parts)
     assert abs(loss - split_loss) <= TOLERANCE, "micro-batches do not change the loss"
     assert all(abs(one - other) <= TOLERANCE for one, other in zip(gradient, split_gradient, strict=True)), (
         "micro-batches do not change the gradient"
     )
-    without = [replace(made, advantages=made.advantages * 0, weights=made.weights * 0) for made in whole]
+    without = [
+        replace(micro_batch, advantages=micro_batch.advantages * 0, weights=micro_batch.weights * 0)
+        for micro_batch in unsplit
+    ]
     assert _summed(algorithm, without)[0] == 0.0, "tokens of weight 0 have no part in the loss"
 
 
@@ -126,17 +129,17 @@ def _micro_batches(
 
     for group, values in zip(streams, advantages, strict=True):
         pairs = list(zip(group, values, strict=True))
-        for some in [[pair] for pair in pairs] if split else [pairs]:
-            sizes = [len(tokens.logprobs) for tokens, _ in some]
+        for part in [[pair] for pair in pairs] if split else [pairs]:
+            sizes = [len(tokens.logprobs) for tokens, _ in part]
             size = sum(sizes)
             yield TokenBatch(
-                logprobs=tensor([value for tokens, _ in some for value in tokens.logprobs]),
-                behaviour=tensor([value for tokens, _ in some for value in tokens.behaviour]),
-                old=tensor([value for tokens, _ in some for value in tokens.old]),
-                reference=tensor([value for tokens, _ in some for value in tokens.reference])
+                logprobs=tensor([value for tokens, _ in part for value in tokens.logprobs]),
+                behaviour=tensor([value for tokens, _ in part for value in tokens.behaviour]),
+                old=tensor([value for tokens, _ in part for value in tokens.old]),
+                reference=tensor([value for tokens, _ in part for value in tokens.reference])
                 if algorithm.needs_reference
                 else None,
-                advantages=tensor([value for _, given in some for value in given]),
+                advantages=tensor([value for _, episode_advantages in part for value in episode_advantages]),
                 weights=torch.full((size,), 1.0 / totals.tokens, dtype=torch.float64),
                 sequences=torch.tensor([place for place, count in enumerate(sizes) for _ in range(count)]),
                 groups=torch.zeros(size, dtype=torch.long),

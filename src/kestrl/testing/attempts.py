@@ -60,9 +60,9 @@ def make_attempt(
         info: What the run of an agent by URL reported.
         max_turns: The job's limit.
     """
-    said: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     scenario = Scenario(
-        id="scenario", ordinal=0, messages=said, ground_truth=ground_truth, metadata=dict(metadata or {})
+        id="scenario", ordinal=0, messages=messages, ground_truth=ground_truth, metadata=dict(metadata or {})
     )
     row = Row(
         token_ids=array("i", [0, *range(1, len(turns) + 1)]),
@@ -79,7 +79,7 @@ def make_attempt(
         rows=[row],
         turns=[_turn(index, text) for index, text in enumerate(turns)],
         tool_calls=list(calls),
-        messages=[*said, *({"role": "assistant", "content": text} for text in turns)],
+        messages=[*messages, *({"role": "assistant", "content": text} for text in turns)],
         stop_reason=stop_reason,
         failure=None,
         policy=None,

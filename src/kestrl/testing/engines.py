@@ -73,8 +73,8 @@ ADAPTER = "conformance-adapter"
 
 def check_dialect(dialect: EngineDialect) -> None:
     """Checks what can be known of a dialect without an engine."""
-    missing = [each for each in MEMBERS if not hasattr(dialect, each)]
-    assert not missing, f"{dialect!r} has no {', '.join(missing)}"
+    missing_members = [member for member in MEMBERS if not hasattr(dialect, member)]
+    assert not missing_members, f"{dialect!r} has no {', '.join(missing_members)}"
     _check_routes(dialect)
     _check_commands(dialect)
     readers: Mapping[str, Callable[[bytes], Any]] = {
@@ -83,9 +83,9 @@ def check_dialect(dialect: EngineDialect) -> None:
         "read_version": dialect.read_version,
         "read_adapters": lambda answer: dialect.read_adapters(answer, "base"),
     }
-    for name, read in readers.items():
+    for name, reader in readers.items():
         for answer in UNREADABLE:
-            _check_refused(name, read, answer)
+            _check_refused(name, reader, answer)
     assert dialect.witness in get_args(Witness), f"witness {dialect.witness!r} is none of {get_args(Witness)}"
     for answer in UNREADABLE:
         assert not dialect.is_rank_too_high(answer), f"is_rank_too_high({answer!r})"
@@ -112,14 +112,14 @@ def _check_commands(dialect: EngineDialect) -> None:
     assert "/chat.jinja" in served.arguments, "command does not have the chat template"
 
 
-def _check_refused(name: str, read: Callable[[bytes], Any], answer: bytes) -> None:
+def _check_refused(name: str, reader: Callable[[bytes], Any], answer: bytes) -> None:
     try:
-        found = read(answer)
+        reading = reader(answer)
     except ValueError:
         return
     except Exception as error:
         raise AssertionError(f"{name}({answer!r}) raises {type(error).__name__}, not ValueError") from error
-    raise AssertionError(f"{name}({answer!r}) reads {found!r} instead of raising ValueError")
+    raise AssertionError(f"{name}({answer!r}) reads {reading!r} instead of raising ValueError")
 
 
 def check_engine(
@@ -165,13 +165,13 @@ def check_engine(
 
 def _check_sampling(dialect: EngineDialect, engine: _Engine, policy: str, prompt_ids: Sequence[int]) -> Generated:
     """Samples a turn twice with one seed, and scores it."""
-    first, again = (_sampled(dialect, engine, _turn(policy, prompt_ids, attempt)) for attempt in "ab")
+    first, repeated = (_sampled(dialect, engine, _turn(policy, prompt_ids, attempt)) for attempt in "ab")
     assert first.policy == policy, f"{policy} was asked for, {first.policy} answered"
     assert first.finish_reason in ("stop", "length"), f"finish_reason {first.finish_reason!r}"
     assert 0 < len(first.token_ids) <= 8, f"{len(first.token_ids)} tokens of at most 8"
     assert len(first.logprobs) == len(first.token_ids), "not one log-prob for each token"
     assert all(math.isfinite(value) and value <= 1e-6 for value in first.logprobs), f"log-probs {first.logprobs}"
-    assert list(first.token_ids) == list(again.token_ids), "one seed gave two samples"
+    assert list(first.token_ids) == list(repeated.token_ids), "one seed gave two samples"
     _check_truncation(dialect, engine, policy, prompt_ids)
     scores = _scores(dialect, engine, policy, [*prompt_ids, *first.token_ids])[-len(first.token_ids) :]
     gap = max(abs(sampled - scored) for sampled, scored in zip(first.logprobs, scores, strict=True))
@@ -229,11 +229,11 @@ class _Engine:
 
     def answer(self, request: Request) -> tuple[int, bytes, str | None]:
         """Status and body of the answer, and the policy that a guard stamped on it."""
-        asked = urllib.request.Request(  # noqa: S310 - the caller's own engine
+        http_request = urllib.request.Request(  # noqa: S310 - the caller's own engine
             f"{self._url}{request.path}", request.body or None, self._headers, method=request.method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=SECONDS) as answer:  # noqa: S310
+            with urllib.request.urlopen(http_request, timeout=SECONDS) as answer:  # noqa: S310
                 return answer.status, answer.read(), answer.headers.get(POLICY_HEADER)
         except urllib.error.HTTPError as refusal:
             with refusal:

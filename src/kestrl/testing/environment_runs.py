@@ -208,8 +208,8 @@ def _descendants(pid: int) -> set[Process]:
 def _processes() -> list[tuple[int, int, str]]:
     """Number, parent and start of each process that has not ended."""
     command = ["ps", "-e", *(part for name in LINES for part in ("-o", name))]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - fixed
-    lines = (line.split(maxsplit=3) for line in listed.stdout.splitlines())
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - fixed
+    lines = (line.split(maxsplit=3) for line in listing.stdout.splitlines())
     return [(int(number), int(parent), start) for number, parent, state, start in lines if not state.startswith("Z")]
 
 

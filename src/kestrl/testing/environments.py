@@ -115,19 +115,19 @@ async def _check_wrong(adapter: Any, row: Mapping[str, Any], wrong: Turn) -> Non
 
 
 async def _play(adapter: Any, row: Mapping[str, Any], turns: Sequence[Turn]) -> _Played:
-    prompt, shown = await _begun(adapter, row), list[str]()
+    prompt, observations = await _begun(adapter, row), list[str]()
     for turn in turns:
         try:
             answer = await _taken(adapter, turn)
         except ToolError as error:
-            shown.append(str(error))
+            observations.append(str(error))
             continue
-        shown.append(answer.text if isinstance(answer, ToolResult) else str(answer))
+        observations.append(answer.text if isinstance(answer, ToolResult) else str(answer))
         if isinstance(answer, ToolResult) and answer.final:
             break
     rewards = await _rewards(adapter)
     await _called(adapter, "close", {}, required=False)
-    return _Played(prompt, tuple(shown), rewards)
+    return _Played(prompt, tuple(observations), rewards)
 
 
 async def _taken(adapter: Any, turn: Turn) -> Any:

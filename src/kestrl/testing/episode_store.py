@@ -72,10 +72,10 @@ def _check_empty(store: EpisodeStore) -> None:
 
 def _check_missing(store: EpisodeStore, purpose: Purpose, step: int) -> None:
     try:
-        found: object = store.read(purpose, step)
+        outcome: object = store.read(purpose, step)
     except StorageError as error:
-        found = error.code
-    assert found == "not_found", f"reading a missing batch is a StorageError with code not_found, not {found!r}"
+        outcome = error.code
+    assert outcome == "not_found", f"reading a missing batch is a StorageError with code not_found, not {outcome!r}"
 
 
 def _check_batches(store: EpisodeStore, batches: dict[tuple[Purpose, int], EpisodeBatch]) -> None:
@@ -83,26 +83,30 @@ def _check_batches(store: EpisodeStore, batches: dict[tuple[Purpose, int], Episo
         steps = list(store.steps(purpose))
         assert steps == sorted(STEPS), f"steps({purpose}) is {steps}, not the stored {sorted(STEPS)} in ascending order"
     for (purpose, step), batch in batches.items():
-        found = store.read(purpose, step)
-        assert (found.purpose, found.step) == (purpose, step), f"read({purpose}, {step}) returned another batch"
-        assert _content(found.stored) == _content(batch.stored), f"read({purpose}, {step}) differs from what was stored"
+        stored_batch = store.read(purpose, step)
+        assert (stored_batch.purpose, stored_batch.step) == (purpose, step), (
+            f"read({purpose}, {step}) returned another batch"
+        )
+        assert _content(stored_batch.stored) == _content(batch.stored), (
+            f"read({purpose}, {step}) differs from what was stored"
+        )
 
 
 def _content(stored: Sequence[StoredGroup]) -> list[tuple[object, ...]]:
     """Everything of the groups, comparable: log-probs to the bit, and sequences of whatever type."""
     return [
         (
-            group_to_proto(each.group).SerializeToString(deterministic=True),
-            each.outcome,
-            each.attempt,
-            each.reason,
-            each.failure,
+            group_to_proto(stored_group.group).SerializeToString(deterministic=True),
+            stored_group.outcome,
+            stored_group.attempt,
+            stored_group.reason,
+            stored_group.failure,
             {
                 episode: (tokens.advantages.tobytes(), tokens.learner_logprobs.tobytes())
-                for episode, tokens in each.tokens.items()
+                for episode, tokens in stored_group.tokens.items()
             },
         )
-        for each in stored
+        for stored_group in stored
     ]
 
 
@@ -120,16 +124,16 @@ def _filters() -> Iterator[EpisodeFilter]:
 
 
 def _check_selection(store: EpisodeStore, batches: dict[tuple[Purpose, int], EpisodeBatch]) -> None:
-    for chosen in _filters():
+    for episode_filter in _filters():
         expected = [
             _place(stored)
             for purpose in Purpose
             for step in sorted(STEPS)
-            if chosen.purpose in {None, purpose} and chosen.step in {None, step}
-            for stored in select_in(batches[purpose, step], chosen)
+            if episode_filter.purpose in {None, purpose} and episode_filter.step in {None, step}
+            for stored in select_in(batches[purpose, step], episode_filter)
         ]
-        found = [_place(stored) for stored in store.select(chosen)]
-        assert found == expected, f"select({chosen}) gives {found}, not {expected}"
+        places = [_place(stored) for stored in store.select(episode_filter)]
+        assert places == expected, f"select({episode_filter}) gives {places}, not {expected}"
 
 
 def _place(stored: StoredEpisode) -> tuple[Purpose, int, str, str]:
@@ -137,10 +141,12 @@ def _place(stored: StoredEpisode) -> tuple[Purpose, int, str, str]:
 
 
 def _check_replacement(store: EpisodeStore, make: Callable[[], EpisodeStore]) -> None:
-    again = EpisodeBatch(purpose=Purpose.TRAIN, step=3, stored=[_stored("again/0", "another", 1)])
-    store.append(again)
-    found = make().read(Purpose.TRAIN, 3).stored
-    assert _content(found) == _content(again.stored), "a batch of a step that was stored before replaces it"
+    replacement = EpisodeBatch(purpose=Purpose.TRAIN, step=3, stored=[_stored("again/0", "another", 1)])
+    store.append(replacement)
+    stored_groups = make().read(Purpose.TRAIN, 3).stored
+    assert _content(stored_groups) == _content(replacement.stored), (
+        "a batch of a step that was stored before replaces it"
+    )
     store.append(EpisodeBatch(purpose=Purpose.TRAIN, step=3, stored=[]))
     assert not make().read(Purpose.TRAIN, 3).stored, "a batch may be empty"
 
@@ -175,7 +181,7 @@ def _stored(name: str, scenario: str, size: int) -> StoredGroup:
 
 
 def _group(name: str, scenario: str, size: int) -> Group:
-    asked = Scenario(
+    group_scenario = Scenario(
         id=scenario,
         ordinal=1,
         messages=[{"role": "user", "content": "Which bird? \u9ce5 \U0001f985 \x00 \x1b[31m"}],
@@ -183,7 +189,7 @@ def _group(name: str, scenario: str, size: int) -> Group:
         ground_truth={"answer": "kestrel", "sources": [1, 2.5, None]},
         metadata={"source": "suite"},
     )
-    return Group(id=name, scenario=asked, episodes=[_episode(name, scenario, index) for index in range(size)])
+    return Group(id=name, scenario=group_scenario, episodes=[_episode(name, scenario, index) for index in range(size)])
 
 
 def _episode(group: str, scenario: str, index: int) -> Episode:

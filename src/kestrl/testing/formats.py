@@ -65,8 +65,8 @@ def check_format(format: ToolCallFormat, *, seed: int = 0, damaged: int = 300) -
     Raises:
         AssertionError: A property does not hold; the message has the text.
     """
-    missing = [each for each in MEMBERS if not hasattr(format, each)]
-    assert not missing, f"{format!r} has no {', '.join(missing)}"
+    missing_members = [member for member in MEMBERS if not hasattr(format, member)]
+    assert not missing_members, f"{format!r} has no {', '.join(missing_members)}"
     assert format.example, "the example is empty: the model is shown it when a call cannot be read"
     for arguments in ARGUMENTS:
         _check_calls(format, [("search", arguments)])
@@ -88,8 +88,8 @@ def pieces_of(format: ToolCallFormat, text: str) -> list[str]:  # noqa: A002
     markers = sorted(format.markers, key=len, reverse=True)
     if not markers:
         return [text] if text else []
-    found = re.split(f"({'|'.join(map(re.escape, markers))})", text)
-    return [Marker(piece) if index % 2 else piece for index, piece in enumerate(found) if piece]
+    parts = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+    return [Marker(piece) if index % 2 else piece for index, piece in enumerate(parts) if piece]
 
 
 def _written(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:  # noqa: A002
@@ -116,17 +116,17 @@ def _check_calls(format: ToolCallFormat, calls: Sequence[tuple[str, Mapping[str,
     if text is None:
         assert len(calls) > 1, f"{format.name}: write refuses one call, {calls[0]!r}"
         return
-    read = _read(format, text, cut=False).calls
-    found = [(call.name, call.arguments, call.problem, call.unfinished) for call in read]
-    assert found == [(name, arguments, "", False) for name, arguments in calls], (
-        f"{format.name}: wrote {text!r} for {calls!r} and read {found!r}"
+    read_calls = _read(format, text, cut=False).calls
+    read_fields = [(call.name, call.arguments, call.problem, call.unfinished) for call in read_calls]
+    assert read_fields == [(name, arguments, "", False) for name, arguments in calls], (
+        f"{format.name}: wrote {text!r} for {calls!r} and read {read_fields!r}"
     )
     for end in range(len(text)):
         for call in _read(format, text[:end], cut=True).calls:
             whole = call.arguments is not None and not call.problem and not call.unfinished
-            assert not whole or (call.name, call.arguments) in [(name, dict(given)) for name, given in calls], (
-                f"{format.name}: cut at {end}, {text!r} is read as the call {call!r}, which was not written"
-            )
+            assert not whole or (call.name, call.arguments) in [
+                (name, dict(call_arguments)) for name, call_arguments in calls
+            ], f"{format.name}: cut at {end}, {text!r} is read as the call {call!r}, which was not written"
 
 
 def _check_answers(format: ToolCallFormat) -> None:  # noqa: A002
@@ -139,10 +139,10 @@ def _check_answers(format: ToolCallFormat) -> None:  # noqa: A002
 def _check_hostile(format: ToolCallFormat) -> None:  # noqa: A002
     """What a model may write as the value of an argument: no text of its may be taken for a failure of the format."""
     text = format.write([("search", {"word": PLACE, "limit": 1})])
-    written = next((form for form in (f'"{PLACE}"', f"'{PLACE}'", PLACE) if form in text), None)
-    assert written is not None, f"{format.name}: the argument {PLACE!r} is not in {text!r}"
+    place_text = next((form for form in (f'"{PLACE}"', f"'{PLACE}'", PLACE) if form in text), None)
+    assert place_text is not None, f"{format.name}: the argument {PLACE!r} is not in {text!r}"
     for value in HOSTILE:
-        turn = _read(format, text.replace(written, value), cut=False)
+        turn = _read(format, text.replace(place_text, value), cut=False)
         assert turn.calls, f"{format.name}: a call with the value {value[:40]!r} is not read as an attempt"
 
 

@@ -56,10 +56,10 @@ def _succeeds(sink: MetricSink) -> None:
     sink.start(RUN)
     sink.evaluation(0, MEANS)
     for step in (1, 2):
-        given = record(step)
-        kept = copy.deepcopy(given)
-        sink.step(step, given)
-        assert repr(given) == repr(kept), "a record is shared with other sinks and must not be changed"
+        step_record = record(step)
+        original = copy.deepcopy(step_record)
+        sink.step(step, step_record)
+        assert repr(step_record) == repr(original), "a record is shared with other sinks and must not be changed"
     sink.close()  # the process is drained: no result yet
 
 
@@ -79,7 +79,7 @@ def _fails(sink: MetricSink) -> None:
     sink.close()
 
 
-def _within(seconds: float, life: Callable[[], None], what: str) -> None:
+def _within(seconds: float, life: Callable[[], None], label: str) -> None:
     """Lives a sink's life in a thread of its own, as in a run."""
     raised: list[BaseException] = []
 
@@ -92,6 +92,6 @@ def _within(seconds: float, life: Callable[[], None], what: str) -> None:
     thread = threading.Thread(target=work, name="metric-sink", daemon=True)
     thread.start()
     thread.join(seconds)
-    assert not thread.is_alive(), f"{what}: the sink did not return within {seconds:g} s"
+    assert not thread.is_alive(), f"{label}: the sink did not return within {seconds:g} s"
     if raised:
         raise raised[0]

@@ -30,8 +30,8 @@ def check_object_store(make: Callable[[], ObjectStore], *, concurrent_create: bo
         KestrlError: The store cannot be used.
     """
     store = make()
-    listed = store.list("")
-    assert not listed, f"make() must give an empty store at first; it has {listed[:3]}"
+    paths = store.list("")
+    assert not paths, f"make() must give an empty store at first; it has {paths[:3]}"
     try:
         _check_missing(store)
         _check_contents(store, make)

@@ -51,8 +51,10 @@ async def check_tool_provider(
     first, second = make(), make()
     try:
         tools = await _within(first.list_tools(), "list_tools()")
-        again = await _within(second.list_tools(), "list_tools()")
-        assert _listed(tools) == _listed(again), "two providers made alike list different tools, or in another order"
+        listed_again = await _within(second.list_tools(), "list_tools()")
+        assert _listed(tools) == _listed(listed_again), (
+            "two providers made alike list different tools, or in another order"
+        )
     finally:
         await _within(second.stop(), "stop() of a provider that only listed its tools")
     try:
@@ -69,12 +71,12 @@ async def check_tool_provider(
         await _within(first.stop(), "stop()")
 
 
-async def _within(work: Any, what: str) -> Any:
+async def _within(work: Any, label: str) -> Any:
     try:
         async with asyncio.timeout(SECONDS):
             return await work
     except TimeoutError:
-        raise AssertionError(f"{what} takes longer than {SECONDS:g} s") from None
+        raise AssertionError(f"{label} takes longer than {SECONDS:g} s") from None
 
 
 async def _check_stop_without_start(provider: ToolProvider) -> None:
@@ -101,10 +103,10 @@ def _check_definitions(provider: ToolProvider, tools: Sequence[ToolDefinition]) 
 
 
 async def _check_invalid(provider: ToolProvider, create_kwargs: Kwargs) -> None:
-    for what, trial in (("check", _called(provider.check, create_kwargs)), ("open", provider.open(create_kwargs))):
-        code = await _refusal(_within(trial, f"{what}()"))
-        assert code is not None, f"{what}() accepts invalid create_kwargs"
-        assert code == "tool_kwargs_invalid", f"{what}() refuses invalid create_kwargs as {code!r}"
+    for method, trial in (("check", _called(provider.check, create_kwargs)), ("open", provider.open(create_kwargs))):
+        code = await _refusal(_within(trial, f"{method}()"))
+        assert code is not None, f"{method}() accepts invalid create_kwargs"
+        assert code == "tool_kwargs_invalid", f"{method}() refuses invalid create_kwargs as {code!r}"
 
 
 async def _refusal(trial: Awaitable[object]) -> str | None:
@@ -152,11 +154,11 @@ def _check_result(name: str, result: object) -> None:
         _check_json(f"{name}: its result", result)
 
 
-def _check_json(what: str, value: object) -> None:
+def _check_json(label: str, value: object) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise AssertionError(f"{what} has no JSON form: {error}") from error
+        raise AssertionError(f"{label} has no JSON form: {error}") from error
 
 
 async def _check_cancelled(
@@ -166,16 +168,18 @@ async def _check_cancelled(
     name, arguments = slow
     cancelled, other = await _within(provider.open(create_kwargs), "open()"), await provider.open(create_kwargs)
     work = asyncio.ensure_future(cancelled.call(name, arguments, NO_KWARGS))
-    done, _ = await asyncio.wait({work}, timeout=1.0)
-    assert not done, f"the slow call of {name} ended within a second"
+    ended_tasks, _ = await asyncio.wait({work}, timeout=1.0)
+    assert not ended_tasks, f"the slow call of {name} ended within a second"
     work.cancel()
-    done, _ = await asyncio.wait({work}, timeout=CANCEL_SECONDS)
-    assert done, f"a cancelled call of {name} does not end within {CANCEL_SECONDS:g} s"
+    ended_tasks, _ = await asyncio.wait({work}, timeout=CANCEL_SECONDS)
+    assert ended_tasks, f"a cancelled call of {name} does not end within {CANCEL_SECONDS:g} s"
     assert work.cancelled(), f"a cancelled call of {name} does not end as cancelled"
     await _within(cancelled.close(), "close() after a cancelled call")
-    call, given = next(iter(calls.items()))
+    call, call_arguments = next(iter(calls.items()))
     try:
-        _check_result(call, await _within(other.call(call, given, NO_KWARGS), f"{call}() beside a cancelled call"))
+        _check_result(
+            call, await _within(other.call(call, call_arguments, NO_KWARGS), f"{call}() beside a cancelled call")
+        )
     except (ToolError, KestrlError) as error:
         raise AssertionError(f"{call} fails in another session after a cancelled call: {error}") from error
     finally:

@@ -88,15 +88,15 @@ class Arguments:
             raise ArgumentsInvalid(f"the arguments cannot be used: {problem}")
         if not is_mapping(arguments):
             raise ArgumentsInvalid(f"the arguments must be an object, but are {_shown(arguments)}")
-        given = {str(name): value for name, value in arguments.items() if name not in filled}
-        if problems := self._complaints(given, filled):
+        model_arguments = {str(name): value for name, value in arguments.items() if name not in filled}
+        if problems := self._complaints(model_arguments, filled):
             raise ArgumentsInvalid("; ".join(problems))
-        return {name: self._convert(name, value) for name, value in given.items()}
+        return {name: self._convert(name, value) for name, value in model_arguments.items()}
 
-    def _complaints(self, given: dict[str, Any], filled: frozenset[str]) -> list[str]:
+    def _complaints(self, model_arguments: dict[str, Any], filled: frozenset[str]) -> list[str]:
         """Messages about invalid arguments; empty if they are valid."""
         try:
-            problems = self.check.problems(given)
+            problems = self.check.problems(model_arguments)
         except TooCostly:
             return ["the arguments are too large, or nested too deeply, for the schema of the tool"]
         if problems is None:
@@ -121,15 +121,15 @@ def _out_of_range(value: object) -> str:
     """Names a number beyond the range of float at any depth, on which checks and tools would overflow."""
     level: list[tuple[tuple[str | int, ...], object]] = [((), value)]
     for _ in range(DEEPEST + 1):
-        inner: list[tuple[tuple[str | int, ...], object]] = []
+        next_level: list[tuple[tuple[str | int, ...], object]] = []
         for path, item in level:
             if is_mapping(item):
-                inner += [((*path, str(name)), each) for name, each in item.items()]
+                next_level += [((*path, str(name)), child) for name, child in item.items()]
             elif is_list(item):
-                inner += [((*path, index), each) for index, each in enumerate(item)]
+                next_level += [((*path, index), child) for index, child in enumerate(item)]
             elif isinstance(item, int | float) and not -LARGEST_NUMBER <= item <= LARGEST_NUMBER:
                 return f"argument {_path(path)!r} is a number out of range: its magnitude must be below 1.8e308"
-        level = inner
+        level = next_level
     return ""
 
 
@@ -165,20 +165,20 @@ def _alternatives(error: ValidationError, context: list[list[ValidationError]], 
     place = _place(error)
     kinds = [_wrong_types(problems, error) for problems in context]
     if all(kinds):
-        names = dict.fromkeys(_kind(each) for each in kinds)
+        names = dict.fromkeys(_kind(problem) for problem in kinds)
         return [f"{place} must be {' or '.join(names)}, but is {_shown(error.instance)}"]
     nearest = [problems for problems, kind in zip(context, kinds, strict=True) if problems and not kind]
     if not nearest:
         return [f"{place}: {error.message[: 3 * MAX_SHOWN]}"]
     # The closest fails deepest within the value.
-    best = max(nearest, key=lambda problems: max(len(each.instance_path) for each in problems))
-    return _complaint(max(best, key=lambda each: len(each.instance_path)), schema)
+    best = max(nearest, key=lambda problems: max(len(problem.instance_path) for problem in problems))
+    return _complaint(max(best, key=lambda problem: len(problem.instance_path)), schema)
 
 
 def _wrong_types(problems: list[ValidationError], error: ValidationError) -> list[str]:
     """The types that an alternative allows, if the value has none of them."""
-    here = [each for each in problems if len(each.instance_path) == len(error.instance_path)]
-    return next((kinds for each in here if (kinds := _types(each))), list[str]())
+    same_place = [problem for problem in problems if len(problem.instance_path) == len(error.instance_path)]
+    return next((kinds for problem in same_place if (kinds := _types(problem))), list[str]())
 
 
 def _types(error: ValidationError) -> list[str]:

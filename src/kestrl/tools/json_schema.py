@@ -16,7 +16,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from kestrl.tools.schema_graph import MAX_NESTING, Graph, Load, SchemaInvalid, TooCostly
+from kestrl.tools.schema_graph import MAX_NESTING, Graph, PatternCost, SchemaInvalid, TooCostly
 from kestrl.tools.shapes import is_list, is_mapping, json_problem
 
 __all__ = ["JsonSchema", "SchemaInvalid", "TooCostly", "pattern_size"]
@@ -99,7 +99,7 @@ class JsonSchema:
         self._graph = Graph(document, self._prepared)
         self._validator = _compiled(document, draft)
 
-    def _prepared(self, part: dict[str, Any]) -> Load:
+    def _prepared(self, part: dict[str, Any]) -> PatternCost:
         """Adds our keywords to a part, and says what its patterns cost."""
         if self._draft is jsonschema_rs.Draft4Validator and isinstance(part.get("id"), str):
             raise SchemaInvalid("it has id, which changes what references mean")
@@ -109,7 +109,7 @@ class JsonSchema:
         if "integer" in kinds and "number" not in kinds:
             part[INTEGER] = kinds
         names = part.get("patternProperties")
-        load = Load(of_name=sum(_work(name, short=False) for name in (names if is_mapping(names) else ())))
+        load = PatternCost(of_name=sum(_work(name, short=False) for name in (names if is_mapping(names) else ())))
         pattern = part.get("pattern")
         if isinstance(pattern, str):
             load = replace(load, of_character=_work(pattern, short=True))

@@ -50,10 +50,10 @@ class ToolDefinition:
         unknown = [] if self.fillable is None else sorted(set(execute_kwargs) - self.fillable)
         if unknown:
             raise kwargs_failure(self.name, "execute_kwargs", f"it has no parameter {', '.join(unknown)}")
-        missing = sorted(self.required - set(execute_kwargs))
-        if missing:
+        missing_parameters = sorted(self.required - set(execute_kwargs))
+        if missing_parameters:
             raise kwargs_failure(
-                self.name, "execute_kwargs", f"{', '.join(missing)} is hidden from the model and must be set"
+                self.name, "execute_kwargs", f"{', '.join(missing_parameters)} is hidden from the model and must be set"
             )
 
 
@@ -160,8 +160,8 @@ class ToolProvider(Protocol):
 
 def digest(tools: Sequence[ToolDefinition]) -> str:
     """SHA-256 of names, descriptions and schemas."""
-    shown = [[tool.name, tool.schema.description, dict(tool.schema.parameters)] for tool in tools]
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    definitions = [[tool.name, tool.schema.description, dict(tool.schema.parameters)] for tool in tools]
+    return hashlib.sha256(json.dumps(definitions, sort_keys=True).encode()).hexdigest()
 
 
 def kwargs_failure(tool: str, which: str, reason: str) -> ToolFailure:
@@ -175,10 +175,10 @@ def refuse_fixed(tool: str, which: str, fixed: Collection[str], given: Kwargs) -
     Raises:
         ToolFailure: A row sets such a name.
     """
-    taken = sorted(set(fixed) & set(given))
-    if taken:
+    conflicts = sorted(set(fixed) & set(given))
+    if conflicts:
         raise kwargs_failure(
             tool,
             which,
-            f"the manifest's config sets {', '.join(taken)} for every episode; remove it from one of the two",
+            f"the manifest's config sets {', '.join(conflicts)} for every episode; remove it from one of the two",
         )

@@ -64,27 +64,27 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, 
     """The schemas that may say something of the same value: the schema with its references resolved, and what its
     `allOf`, `anyOf` and `oneOf` have. Each part of the document once, so that parts that name each other end.
     """
-    level, seen = [schema], set[int]()
+    level, seen_ids = [schema], set[int]()
     for _ in range(DEEPEST + 1):
-        inner: list[Any] = []
-        for each in level:
-            if id(each) in seen or len(seen) >= MAX_ALTERNATIVES:
+        next_level: list[Any] = []
+        for alternative in level:
+            if id(alternative) in seen_ids or len(seen_ids) >= MAX_ALTERNATIVES:
                 continue
-            seen.add(id(each))
-            members = resolved(each, root)
+            seen_ids.add(id(alternative))
+            members = resolved(alternative, root)
             if not members:
                 continue
             yield members
             for key in ("allOf", "anyOf", "oneOf"):
                 parts = members.get(key)
-                inner += parts if is_list(parts) else []
-        level = inner
+                next_level += parts if is_list(parts) else []
+        level = next_level
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The properties that a schema declares, also by reference and in `allOf`, `anyOf` and `oneOf`."""
-    found: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     for members in alternatives(schema, schema):
         declared = members.get("properties")
-        found = {**(declared if is_mapping(declared) else {}), **found}
-    return found
+        properties = {**(declared if is_mapping(declared) else {}), **properties}
+    return properties

@@ -85,7 +85,7 @@ def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None
     bound = inspect.isclass(obj) and not (
         method is not None and isinstance(inspect.getattr_static(obj, method), staticmethod | classmethod)
     )
-    shown: list[_Parameter] = []
+    parameters: list[_Parameter] = []
     fillable: set[str] = set()
     required: set[str] = set()
     for parameter in _parameters(target, name, bound=bound):
@@ -97,9 +97,9 @@ def read(obj: Any, name: str, *, fixed: Collection[str] = (), method: str | None
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
             continue
-        shown.append(_shown(parameter, hint, documentation, name))
-    schema = ToolSchema(name=name, description=documentation.description, parameters=_object(shown))
-    converters: dict[str, Convert] = {parameter.name: _converter(parameter.adapter) for parameter in shown}
+        parameters.append(_shown(parameter, hint, documentation, name))
+    schema = ToolSchema(name=name, description=documentation.description, parameters=_object(parameters))
+    converters: dict[str, Convert] = {parameter.name: _converter(parameter.adapter) for parameter in parameters}
     try:
         arguments = Arguments(schema.parameters, converters)
     except SchemaInvalid as error:
@@ -138,19 +138,19 @@ def _source(target: Any) -> Callable[..., Any]:
     """Original function without `partial` and decorators, which has the type hints and the docstring."""
     while _is_partial(target):
         target = target.func
-    written: Callable[..., Any] = inspect.unwrap(target)
-    return written
+    original: Callable[..., Any] = inspect.unwrap(target)
+    return original
 
 
 def _parameters(target: Callable[..., Any], name: str, *, bound: bool) -> list[inspect.Parameter]:
     """Parameters passed by name; without the first one if the function is to be `bound` to an instance."""
     try:
-        found = list(inspect.signature(target).parameters.values())
+        parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError) as error:
         raise UserInputError(
             f"{name}: has no readable signature ({error}); wrap it in a function with type hints"
         ) from error
-    for parameter in found[bound:]:
+    for parameter in parameters[bound:]:
         stars = (
             "*"
             if parameter.kind is parameter.VAR_POSITIONAL
@@ -164,7 +164,7 @@ def _parameters(target: Callable[..., Any], name: str, *, bound: bool) -> list[i
                 "arguments by name; "
                 "write each one out, with its type"
             )
-    return found[bound:]
+    return parameters[bound:]
 
 
 def _hints(target: Callable[..., Any], name: str) -> Mapping[str, Any]:
@@ -175,10 +175,10 @@ def _hints(target: Callable[..., Any], name: str) -> Mapping[str, Any]:
 
 
 def _documentation(obj: Any, target: Callable[..., Any]) -> _Documentation:
-    own = _parsed(_source(target))
-    if own.description or not inspect.isclass(obj):
-        return own
-    return _Documentation(_parsed(obj).description, own.arguments)
+    documented = _parsed(_source(target))
+    if documented.description or not inspect.isclass(obj):
+        return documented
+    return _Documentation(_parsed(obj).description, documented.arguments)
 
 
 def _parsed(documented: Any) -> _Documentation:
@@ -190,7 +190,9 @@ def _parsed(documented: Any) -> _Documentation:
         parsed = docstring_parser.parse(text)
     except docstring_parser.ParseError:
         return _Documentation(text, {})
-    arguments = {each.arg_name.lstrip("*"): " ".join((each.description or "").split()) for each in parsed.params}
+    arguments = {
+        parameter.arg_name.lstrip("*"): " ".join((parameter.description or "").split()) for parameter in parsed.params
+    }
     return _Documentation((parsed.description or "").strip(), arguments)
 
 
@@ -231,7 +233,7 @@ def _object(parameters: list[_Parameter]) -> dict[str, Any]:
         schema["required"] = required
     schema["additionalProperties"] = False
     if "$defs" in shared:
-        schema["$defs"] = {name: _without_titles(inner) for name, inner in shared["$defs"].items()}
+        schema["$defs"] = {name: _without_titles(definition) for name, definition in shared["$defs"].items()}
     return schema
 
 
@@ -253,15 +255,15 @@ def _without_titles(schema: Any) -> Any:
         return [_without_titles(item) for item in schema]
     if not is_mapping(schema):
         return schema
-    kept: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("default", "const", "enum", "examples"):
-            kept[key] = value
+            members[key] = value
         elif key in ("properties", "$defs", "patternProperties"):
-            kept[key] = {name: _without_titles(inner) for name, inner in value.items()}
+            members[key] = {name: _without_titles(subschema) for name, subschema in value.items()}
         elif key != "title":
-            kept[key] = _without_titles(value)
-    return kept
+            members[key] = _without_titles(value)
+    return members
 
 
 def _converter(adapter: TypeAdapter[Any]) -> Convert:

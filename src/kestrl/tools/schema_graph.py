@@ -37,7 +37,7 @@ class TooCostly(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PatternCost:
     """What a part's patterns cost."""
 
     of_character: float = 0
@@ -47,30 +47,30 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class SchemaPart:
     """One schema within a schema."""
 
-    same: list[Part] = field(default_factory=list["Part"])
+    same: list[SchemaPart] = field(default_factory=list["SchemaPart"])
     """Parts that apply to the same value."""
-    properties: dict[str, Part] = field(default_factory=dict[str, "Part"])
-    members: list[Part] = field(default_factory=list["Part"])
+    properties: dict[str, SchemaPart] = field(default_factory=dict[str, "SchemaPart"])
+    members: list[SchemaPart] = field(default_factory=list["SchemaPart"])
     """Parts that may apply to any member of an object."""
-    prefix: list[Part] = field(default_factory=list["Part"])
-    items: list[Part] = field(default_factory=list["Part"])
+    prefix: list[SchemaPart] = field(default_factory=list["SchemaPart"])
+    items: list[SchemaPart] = field(default_factory=list["SchemaPart"])
     """Parts that may apply to any item of a list."""
     weight: int = 1
     """Work of the part itself."""
-    load: Load = field(default_factory=Load)
+    load: PatternCost = field(default_factory=PatternCost)
     depth: int = 1
     """Parts within each other that apply to the same value."""
-    reach: Counter[Part] | None = None
+    reach: Counter[SchemaPart] | None = None
     """How often each part applies to a value to which this one applies."""
 
 
 class Graph:
     """The parts of one schema."""
 
-    def __init__(self, root: Mapping[str, Any], visit: Callable[[dict[str, Any]], Load]) -> None:
+    def __init__(self, root: Mapping[str, Any], visit: Callable[[dict[str, Any]], PatternCost]) -> None:
         """Reads them.
 
         Args:
@@ -81,8 +81,8 @@ class Graph:
             SchemaInvalid: References lead out of it, nowhere or to themselves, or it is too large.
         """
         self._document, self._visit = root, visit
-        self._parts: dict[int, Part] = {}
-        self._waiting: list[tuple[Any, Part]] = []
+        self._parts: dict[int, SchemaPart] = {}
+        self._waiting: list[tuple[Any, SchemaPart]] = []
         if problem := json_problem(root, MAX_NESTING):
             raise SchemaInvalid(f"it is not JSON: {problem}")
         self.root = self._part(root)
@@ -91,22 +91,22 @@ class Graph:
         for part in self._parts.values():
             _ordered(part)
 
-    def _part(self, schema: Any) -> Part:
+    def _part(self, schema: Any) -> SchemaPart:
         """The part of a schema, which is read later, so that depth is no recursion."""
-        known = self._parts.get(id(schema))
-        if known is not None:
-            return known
+        known_part = self._parts.get(id(schema))
+        if known_part is not None:
+            return known_part
         if isinstance(schema, bool):
-            return Part()
+            return SchemaPart()
         if not is_mapping(schema):
             raise SchemaInvalid(f"a part of it is neither an object nor true or false: {str(schema)[:80]}")
         if len(self._parts) >= MAX_PARTS:
             raise SchemaInvalid(f"it has more than {MAX_PARTS} parts")
-        part = self._parts[id(schema)] = Part()
+        part = self._parts[id(schema)] = SchemaPart()
         self._waiting.append((schema, part))
         return part
 
-    def _read(self, schema: dict[str, Any], part: Part) -> None:
+    def _read(self, schema: dict[str, Any], part: SchemaPart) -> None:
         allowed = OF_ROOT if schema is self._document else frozenset[str]()
         if refused := sorted((REFUSED - allowed) & schema.keys()):
             raise SchemaInvalid(f"it has {refused[0]}, which changes what references mean")
@@ -120,17 +120,20 @@ class Graph:
         part.same += [self._part(schema[key]) for key in SAME_ONE if key in schema]
         part.same += [self._part(item) for key in SAME_LISTS for item in _list(schema, key)]
         part.same += [
-            self._part(inner) for key in SAME_MAPS for inner in _map(schema, key).values() if not is_list(inner)
+            self._part(subschema)
+            for key in SAME_MAPS
+            for subschema in _map(schema, key).values()
+            if not is_list(subschema)
         ]
-        part.properties = {name: self._part(inner) for name, inner in _map(schema, "properties").items()}
+        part.properties = {name: self._part(subschema) for name, subschema in _map(schema, "properties").items()}
         part.members = [self._part(schema[key]) for key in MEMBERS if key in schema]
-        part.members += [self._part(inner) for inner in _map(schema, "patternProperties").values()]
+        part.members += [self._part(subschema) for subschema in _map(schema, "patternProperties").values()]
         tuple_key = "items" if is_list(schema.get("items")) else "prefixItems"
         part.prefix = [self._part(item) for item in _list(schema, tuple_key)]
         part.items = [self._part(schema[key]) for key in ITEMS if key in schema and not is_list(schema[key])]
         for key in DEFINITIONS:
-            for inner in _map(schema, key).values():
-                self._part(inner)
+            for subschema in _map(schema, key).values():
+                self._part(subschema)
 
     def cost(self, value: object, limit: int) -> int:
         """Work of checking a value: how many parts apply to how many values, each weighed by the values within it.
@@ -139,19 +142,19 @@ class Graph:
             TooCostly: It is above the limit.
         """
         total = 0
-        level: list[tuple[list[object], Counter[Part]]] = [([value], Counter({self.root: 1}))]
+        level: list[tuple[list[object], Counter[SchemaPart]]] = [([value], Counter({self.root: 1}))]
         while level:
-            inner: list[tuple[list[object], Counter[Part]]] = []
+            next_level: list[tuple[list[object], Counter[SchemaPart]]] = []
             for values, applied in level:
-                reached: Counter[Part] = Counter()
+                reached: Counter[SchemaPart] = Counter()
                 for part, times in applied.items():
-                    for each, more in _reach(part).items():
-                        reached[each] += times * more
+                    for reachable, more in _reach(part).items():
+                        reached[reachable] += times * more
                 total += sum(int(times * _work(part, values)) for part, times in reached.items())
                 if total > limit:
                     raise TooCostly(f"above {limit}")
-                inner += _within(values, reached)
-            level = inner
+                next_level += _within(values, reached)
+            level = next_level
         return total
 
 
@@ -160,7 +163,7 @@ def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(value, dict)
 
 
-def _work(part: Part, values: list[object]) -> float:
+def _work(part: SchemaPart, values: list[object]) -> float:
     """Work of one part on values."""
     work: float = part.weight * len(values)
     if part.load.of_character:
@@ -171,39 +174,39 @@ def _work(part: Part, values: list[object]) -> float:
     return work
 
 
-def _within(values: list[object], reached: Counter[Part]) -> Iterator[tuple[list[object], Counter[Part]]]:
+def _within(values: list[object], reached: Counter[SchemaPart]) -> Iterator[tuple[list[object], Counter[SchemaPart]]]:
     """What is in objects and lists, by the parts that may apply to it; parts may apply to what they do not."""
-    named = {name for part in reached for name in part.properties}
+    property_names = {name for part in reached for name in part.properties}
     longest = max((len(part.prefix) for part in reached), default=0)
     members: dict[str | int, list[object]] = {}
     for value in values:
         if _is_object(value):
             for name, item in value.items():
-                members.setdefault(name if name in named else "", []).append(item)
+                members.setdefault(name if name in property_names else "", []).append(item)
         elif is_list(value):
             for index, item in enumerate(value):
                 members.setdefault(min(index, longest), []).append(item)
     for place, items in members.items():
-        applied: Counter[Part] = Counter()
+        applied: Counter[SchemaPart] = Counter()
         for part, times in reached.items():
-            for inner in _applied(part, place):
-                applied[inner] += times
+            for member in _applied(part, place):
+                applied[member] += times
         yield items, applied
 
 
-def _applied(part: Part, place: str | int) -> list[Part]:
+def _applied(part: SchemaPart, place: str | int) -> list[SchemaPart]:
     if isinstance(place, int):
         return [*part.prefix[place : place + 1], *part.items]
     return [*([part.properties[place]] if place in part.properties else []), *part.members]
 
 
-def _ordered(start: Part) -> None:
+def _ordered(start: SchemaPart) -> None:
     """Counts what a part reaches, without recursion; raises SchemaInvalid if that does not end, or is too much."""
-    path: list[tuple[Part, Iterator[Part]]] = [(start, iter(start.same))]
+    path: list[tuple[SchemaPart, Iterator[SchemaPart]]] = [(start, iter(start.same))]
     entered = {start}
     while path and start.reach is None:
-        part, rest = path[-1]
-        following = next((each for each in rest if each.reach is None), None)
+        part, untried = path[-1]
+        following = next((successor for successor in untried if successor.reach is None), None)
         if following is not None:
             if following in entered:
                 raise SchemaInvalid("a reference in it leads to itself")
@@ -212,17 +215,17 @@ def _ordered(start: Part) -> None:
             continue
         path.pop()
         entered.discard(part)
-        part.depth = 1 + max((each.depth for each in part.same), default=0)
+        part.depth = 1 + max((successor.depth for successor in part.same), default=0)
         if part.depth > MAX_DEPTH:
             raise SchemaInvalid(f"more than {MAX_DEPTH} parts of it are within each other for the same value")
         part.reach = Counter({part: 1})
-        for each in part.same:
-            part.reach.update(_reach(each))
+        for successor in part.same:
+            part.reach.update(_reach(successor))
             if part.reach.total() > MAX_PARTS:
                 raise SchemaInvalid(f"more than {MAX_PARTS} parts of it apply to the same value")
 
 
-def _reach(part: Part) -> Counter[Part]:
+def _reach(part: SchemaPart) -> Counter[SchemaPart]:
     """How often each part applies with this one; true and false, which are never read, reach themselves."""
     return Counter({part: 1}) if part.reach is None else part.reach
 
@@ -232,9 +235,9 @@ def _values(value: object) -> int:
     count, level = 0, list(value) if is_list(value) else [value]
     while level:
         item = level.pop()
-        inner = list(item.values()) if is_mapping(item) else item if is_list(item) else []
-        count += len(inner)
-        level += inner
+        children = list(item.values()) if is_mapping(item) else item if is_list(item) else []
+        count += len(children)
+        level += children
     return count
 
 

@@ -33,7 +33,7 @@ def json_problem(value: object, deepest: int = DEEPEST) -> str:
     """
     level: list[object] = [value]
     for _ in range(deepest + 1):
-        inner: list[object] = []
+        next_level: list[object] = []
         for item in level:
             if isinstance(item, str):
                 if not _is_text(item):
@@ -47,14 +47,14 @@ def json_problem(value: object, deepest: int = DEEPEST) -> str:
                 if not math.isfinite(item):
                     return f"{item} is not valid JSON"
             elif is_mapping(item):
-                inner += [*item, *item.values()]
+                next_level += [*item, *item.values()]
             elif is_list(item) or isinstance(item, tuple):
-                inner += item
+                next_level += item
             else:
                 return f"a value of type {type(item).__name__} has no JSON form"
-        if not inner:
+        if not next_level:
             return ""
-        level = inner
+        level = next_level
     return f"it is nested more than {deepest} levels deep"
 
 

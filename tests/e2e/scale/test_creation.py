@@ -19,7 +19,7 @@ from tests.e2e.cluster.client import Cluster
 
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import JOB, POD
-from kestrl_operator.config import Config, read_config
+from kestrl_operator.config import OperatorConfig, read_config
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
@@ -33,7 +33,7 @@ REST_SECONDS = 330.0 if COUNT >= 1000 else 90.0
 that."""
 
 
-async def fill_barely(namespace: str, config: Config) -> float:
+async def fill_barely(namespace: str, config: OperatorConfig) -> float:
     """Applies the rendered objects of as many jobs in a plain loop; returns the seconds."""
     api, manifests = Api(), Manifests(config.jobs, config.key())
     began = time.monotonic()

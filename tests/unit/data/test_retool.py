@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.data.test_math_data import kestrl
 
-from kestrl._app.tasks.retool import ANSWER_FORMAT, LeftOut, Questions, Transcripts
+from kestrl._app.tasks.retool import ANSWER_FORMAT, Questions, RowLeftOut, Transcripts
 from kestrl._app.tasks.writing import write_rows
 from kestrl.data import load_scenarios
 from kestrl.data.conversations import CODE_INTERPRETER, read_conversations
@@ -92,7 +92,7 @@ RESULT = "<interpreter>4</interpreter>"
     ],
 )
 def test_a_malformed_transcript_has_a_reason(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(LeftOut, match=reason):
+    with pytest.raises(RowLeftOut, match=reason):
         Transcripts()(row, 0)
 
 
@@ -161,7 +161,7 @@ def test_problems_with_answers_are_questions_too(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_question_has_a_reason(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(LeftOut, match=reason):
+    with pytest.raises(RowLeftOut, match=reason):
         Questions("name")(row, 0)
 
 

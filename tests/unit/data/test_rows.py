@@ -377,7 +377,9 @@ def test_the_rows_of_a_parquet_file_are_bounded_by_its_size(tmp_path: Path, monk
     text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000), pa.array(["x" * 2**15]))
     parquet.write_table(pa.table({"question": text}), table)
     monkeypatch.setattr(parquet_reader, "MAX_ROWS", 2**24)
-    with pytest.raises(parquet_reader.Refused, match=r"^:50\d: the rows up to here take more than 16 MiB of memory"):
+    with pytest.raises(
+        parquet_reader.FileRefused, match=r"^:50\d: the rows up to here take more than 16 MiB of memory"
+    ):
         parquet_reader.write(table, io.BytesIO())
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.fakes.hostile_values import DOCUMENTS, TEXTS
 from tests.fakes.judge_model import Asked, Refusal, graded
 
-from kestrl_judge.ruler.client import Reason
+from kestrl_judge.ruler.client import NoScoresReason
 from kestrl_judge.ruler.completion import NotACompletion, read_reply
 from kestrl_judge.ruler.scorer import RulerScorer
 
@@ -137,7 +137,7 @@ async def test_a_long_answer_is_not_read(
     await scorer.open()
     message = str((await scorer.score(group("4", "5"), max_turns=5)).verdicts)
     await scorer.close()
-    assert f"({Reason.UNAVAILABLE})" in message
+    assert f"({NoScoresReason.UNAVAILABLE})" in message
     assert "longer than" in message
 
 

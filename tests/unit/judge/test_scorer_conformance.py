@@ -18,7 +18,7 @@ from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
 from kestrl_judge.ruler.scorer import RulerScorer
 from kestrl_judge.rules import rule_scorers
-from kestrl_judge.scoring import Gate, ScoredGroup, Scorer, Verdict
+from kestrl_judge.scoring import ScoredGroup, Scorer, ScoringGate, Verdict
 from kestrl_judge.testing import check_scorer
 
 
@@ -43,7 +43,7 @@ class Lengths:
 
     name: str = "lengths"
     weight: float = 1.0
-    gate: Gate | None = None
+    gate: ScoringGate | None = None
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open(self) -> None:
@@ -123,7 +123,7 @@ async def test_a_scorer_of_ones_own_conforms(group: Callable[..., Group]) -> Non
         (Unresponsive, "closed"),
         (lambda: Lengths(name=""), "a component has a name"),
         (lambda: Lengths(weight=float("nan")), "the weight of a component is finite"),
-        (lambda: Lengths(gate=Gate("lengths", 1.0)), "not its own gate"),
+        (lambda: Lengths(gate=ScoringGate("lengths", 1.0)), "not its own gate"),
     ],
 )
 async def test_a_broken_scorer_is_found(

@@ -12,7 +12,7 @@ from kestrl.episode import Group
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
 from kestrl_judge.rules import rule_scorers
-from kestrl_judge.scoring import Gate, Judgement, ScoredGroup, Scorer, Verdict, judge
+from kestrl_judge.scoring import Judgement, ScoredGroup, Scorer, ScoringGate, Verdict, judge
 
 FAILURE = Failure(boundary=Boundary.JUDGE, code="reward_deadline", message="late")
 
@@ -27,7 +27,7 @@ class Ranker:
     failing: str = ""
     silent: str = ""
     seen: list[int] = field(default_factory=list[int])
-    gate: Gate | None = None
+    gate: ScoringGate | None = None
 
     async def open(self) -> None: ...
 
@@ -64,7 +64,7 @@ class TurnScorer:
     weight: float
     turns: list[float]
 
-    gate: Gate | None = None
+    gate: ScoringGate | None = None
 
     async def open(self) -> None: ...
 
@@ -103,7 +103,7 @@ async def test_a_sum_beyond_all_numbers_is_a_failure(group: Callable[..., Group]
 
 
 async def test_a_gated_component_scores_only_what_passes(group: Callable[..., Group]) -> None:
-    rule, ranker = Ranker("rule", 1.0), Ranker("ranker", 2.0, gate=Gate("rule", 1.0))
+    rule, ranker = Ranker("rule", 1.0), Ranker("ranker", 2.0, gate=ScoringGate("rule", 1.0))
     judgements = await judged([ranker, rule], group("x", "y", "z"))
     assert ranker.seen == [2]
     assert [dict(each.rewards) for each in judgements] == [
@@ -116,13 +116,13 @@ async def test_a_gated_component_scores_only_what_passes(group: Callable[..., Gr
 
 
 async def test_a_gate_that_nobody_passes_asks_no_judge(group: Callable[..., Group]) -> None:
-    ranker = Ranker("ranker", gate=Gate("rule", 9.0))
+    ranker = Ranker("ranker", gate=ScoringGate("rule", 9.0))
     assert [each.reward for each in await judged([Ranker("rule"), ranker], group("x", "y"))] == [0.0, 1.0]
     assert ranker.seen == []
 
 
 async def test_a_failed_gate_is_the_failure_of_its_episode(group: Callable[..., Group]) -> None:
-    ranker = Ranker("ranker", gate=Gate("rule", 0.0))
+    ranker = Ranker("ranker", gate=ScoringGate("rule", 0.0))
     judgements = await judged([Ranker("rule", failing="group/1"), ranker], group("x", "y"))
     assert [each.failure for each in judgements] == [None, FAILURE]
     assert ranker.seen == [1]

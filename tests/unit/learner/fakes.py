@@ -37,7 +37,7 @@ from kestrl.episode.codec import (
 from kestrl.errors import EngineFailure, Failure, KestrlError
 from kestrl.storage import fetch_adapter, open_store
 from kestrl_learner.model.policy_model import PolicyModel
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 VOCABULARY = 64
 DECOUPLED = CorrectionSettings(decoupled=True, weights="token")
@@ -118,9 +118,9 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def running(settings: Any) -> AsyncGenerator[tuple[Run, asyncio.Task[None]]]:
+async def running(settings: Any) -> AsyncGenerator[tuple[LearnerRun, asyncio.Task[None]]]:
     """A run, waited for at the end."""
-    run = Run(settings)
+    run = LearnerRun(settings)
     task = asyncio.create_task(run.main())
     try:
         yield run, task

@@ -36,7 +36,7 @@ from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 pytestmark = pytest.mark.usefixtures("quick")
 health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
@@ -143,7 +143,7 @@ async def test_storage_that_refuses_from_the_start_is_reported(staged: Any, monk
         raise PermissionDeniedError("the key is wrong")
 
     async with staged() as stage:
-        await Run(stage.but(max_steps=1)).main()
+        await LearnerRun(stage.but(max_steps=1)).main()
         monkeypatch.setattr(obstore, "get", denied)
         before = looks(stage)
         async with kept_alive(stage.settings) as watcher:
@@ -244,7 +244,7 @@ def looks(stage: Any) -> tuple[int, int]:
 
 async def test_a_run_that_has_succeeded_is_reported_and_not_repeated(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.settings).main()
+        await LearnerRun(stage.settings).main()
         before, summary = looks(stage), stage.summary
         async with kept_alive(stage.settings) as watcher:
             report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
@@ -268,7 +268,7 @@ async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged:
             if request.purpose == "train" and request.scenario.ordinal == 3
             else group
         )
-        await Run(stage.settings).main()
+        await LearnerRun(stage.settings).main()
         assert (stage.summary["steps"], stage.summary["total_steps"]) == (5, 6)
         before = looks(stage)
         async with kept_alive(stage.settings) as watcher:
@@ -279,7 +279,7 @@ async def test_a_run_that_succeeded_with_dropped_scenarios_has_succeeded(staged:
 
 async def test_a_longer_schedule_goes_on_from_a_run_that_has_succeeded(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         async with kept_alive(stage.but(max_steps=4)) as watcher:
             report = await watcher.reported(lambda report: report.phase == pb.RUN_PHASE_SUCCEEDED)
             assert report.step == 4
@@ -287,7 +287,7 @@ async def test_a_longer_schedule_goes_on_from_a_run_that_has_succeeded(staged: A
 
 async def test_a_run_that_has_succeeded_under_another_algorithm_is_not_this_one(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         async with kept_alive(stage.but(max_steps=2, algorithm={"learning_rate": 0.5})) as watcher:
             report = await watcher.reported(
                 lambda report: report.phase in {pb.RUN_PHASE_FAILED, pb.RUN_PHASE_SUCCEEDED}
@@ -297,7 +297,7 @@ async def test_a_run_that_has_succeeded_under_another_algorithm_is_not_this_one(
 
 async def test_a_run_whose_adapter_is_gone_has_not_ended(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         (adapter,) = (stage.folder / "store" / "adapters").glob("000002-*")
         (adapter / "manifest.json").unlink()
         async with kept_alive(stage.but(max_steps=2)) as watcher:
@@ -308,9 +308,9 @@ async def test_a_run_whose_adapter_is_gone_has_not_ended(staged: Any) -> None:
 
 async def test_without_keep_alive_a_succeeded_run_is_evaluated_again(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         before = looks(stage)
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         assert looks(stage) > before
 
 

@@ -23,7 +23,7 @@ from kestrl_learner import training
 from kestrl_learner.__main__ import work
 from kestrl_learner.dispatch import retry_pause
 from kestrl_learner.dispatch.dispatcher import Dispatcher, StepDeadline
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.records import step_record
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -127,7 +127,7 @@ async def test_without_any_worker_the_run_fails_with_a_typed_reason(staged: Any)
     async with staged() as stage:
         stage.workers[0].draining = True
         with pytest.raises(KestrlError) as caught:
-            await Run(stage.but(start_seconds=0.5)).main()
+            await LearnerRun(stage.but(start_seconds=0.5)).main()
         assert caught.value.code == "no_worker"
         assert stage.summary["status"] == "failed"
 
@@ -243,31 +243,33 @@ async def test_every_retired_version_is_gone_from_every_engine(staged: Any) -> N
 
 async def test_a_changed_algorithm_does_not_resume_a_run(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         with pytest.raises(UserInputError, match="another model, algorithm or data"):
-            await Run(stage.but(algorithm={"learning_rate": 0.5})).main()
+            await LearnerRun(stage.but(algorithm={"learning_rate": 0.5})).main()
 
 
 async def test_data_that_fills_no_step_is_refused(staged: Any) -> None:
     async with staged() as stage:
         with pytest.raises(UserInputError, match="groupsPerStep"):
-            await Run(stage.but(algorithm={"groups_per_step": 50})).main()
+            await LearnerRun(stage.but(algorithm={"groups_per_step": 50})).main()
 
 
 async def test_a_missing_model_is_an_input_error(staged: Any) -> None:
     async with staged() as stage:
         with pytest.raises(UserInputError, match="model"):
-            await Run(stage.but(model="/nowhere/at/all")).main()
+            await LearnerRun(stage.but(model="/nowhere/at/all")).main()
 
 
 async def test_an_adapter_is_evaluated_without_training(staged: Any, tmp_path: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         trained = stage.summary
         stage.workers[0].requests.clear()
         other = tmp_path / "other"
         evaluate = EvaluateSettings(adapter=trained["policy"]["uri"])
-        await Run(stage.but(evaluate=evaluate, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
+        await LearnerRun(
+            stage.but(evaluate=evaluate, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")
+        ).main()
         assert stage.asked() == []
         assert {request.policy.step for request in stage.asked("evaluation")} == {2}
         summary = stage.read("../other/summary.json")
@@ -277,7 +279,7 @@ async def test_an_adapter_is_evaluated_without_training(staged: Any, tmp_path: A
 
 async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp_path: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=1)).main()
+        await LearnerRun(stage.but(max_steps=1)).main()
         adapter = stage.summary["policy"]["uri"]
         seeds: dict[int, list[tuple[int, int]]] = {}
         for samples in (2, 3):
@@ -285,7 +287,7 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp
             other = tmp_path / f"other-{samples}"
             evaluation = EvaluationSampling(samples=samples, temperature=0.7, top_p=0.6, top_k=20)
             changes = {"evaluate": EvaluateSettings(adapter=adapter), "evaluation": evaluation}
-            await Run(stage.but(**changes, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
+            await LearnerRun(stage.but(**changes, storage=other.as_uri(), database=f"sqlite:///{other}/l.db")).main()
             asked = stage.asked("evaluation")
             used = {(each.sampling.temperature, each.sampling.top_p, each.sampling.top_k) for each in asked}
             assert used == {(0.7, 0.6, 20)}
@@ -303,7 +305,7 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own(staged: Any, tmp
 async def test_evaluations_of_training_sample_as_the_job_says(staged: Any) -> None:
     async with staged() as stage:
         evaluation = EvaluationSampling(samples=2, temperature=stage.settings.temperature, top_p=0.6)
-        await Run(stage.but(max_steps=1, evaluation=evaluation)).main()
+        await LearnerRun(stage.but(max_steps=1, evaluation=evaluation)).main()
         assert {(request.sampling.top_p, request.sampling.top_k) for request in stage.asked()} == {(1.0, 0)}
         asked = stage.asked("evaluation")
         assert {request.sampling.top_p for request in asked} == {0.6, 1.0}, "and as in training, for sampled_reward"
@@ -351,11 +353,11 @@ async def test_the_service_publishes_progress_and_drains(staged: Any) -> None:
 
 async def test_a_run_whose_ledger_is_gone_is_not_trained_on_anew(staged: Any, tmp_path: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         other = {"database": f"sqlite:///{tmp_path}/another.db"}
         with pytest.raises(UserInputError, match="a run at step 2, and its ledger is not here"):
-            await Run(stage.but(max_steps=4, **other)).main()
-        await Run(stage.but(max_steps=4)).main()
+            await LearnerRun(stage.but(max_steps=4, **other)).main()
+        await LearnerRun(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4
 
 
@@ -368,7 +370,7 @@ async def test_whatever_ends_a_run_what_it_learned_is_kept(staged: Any, monkeypa
     async with staged() as stage:
         monkeypatch.setattr(training, "step_record", broken)
         with pytest.raises(ZeroDivisionError):
-            await Run(stage.but(max_steps=4)).main()
+            await LearnerRun(stage.but(max_steps=4)).main()
         assert stage.summary["status"] == "failed"
         assert "[infrastructure/internal] ZeroDivisionError: a bug" in stage.summary["reason"]
         assert [
@@ -377,16 +379,16 @@ async def test_whatever_ends_a_run_what_it_learned_is_kept(staged: Any, monkeypa
             if path.endswith("000002/manifest.json")
         ]
         monkeypatch.undo()
-        await Run(stage.but(max_steps=4)).main()
+        await LearnerRun(stage.but(max_steps=4)).main()
         assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", 4)
 
 
 async def test_a_ledger_beside_an_empty_storage_is_refused(staged: Any, tmp_path: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         with pytest.raises(UserInputError, match=r"the ledger holds a run at step 2, but .* holds nothing of it"):
-            await Run(stage.but(max_steps=4, storage=(tmp_path / "empty").as_uri())).main()
-        await Run(stage.but(max_steps=4)).main()
+            await LearnerRun(stage.but(max_steps=4, storage=(tmp_path / "empty").as_uri())).main()
+        await LearnerRun(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4
 
 
@@ -399,5 +401,5 @@ async def test_engines_that_can_never_start_end_the_run_at_once(staged: Any) -> 
             )
         async with asyncio.timeout(20):
             with pytest.raises(KestrlError, match=r"retrying cannot help .*ValueError: the root cause") as caught:
-                await Run(stage.but(start_seconds=600.0)).main()
+                await LearnerRun(stage.but(start_seconds=600.0)).main()
         assert caught.value.code == "no_engine_proved"

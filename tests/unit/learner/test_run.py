@@ -23,13 +23,13 @@ from kestrl_learner.dispatch import retry_pause
 from kestrl_learner.dispatch.acceptance import MAX_ATTEMPTS
 from kestrl_learner.dispatch.dispatcher import Dispatcher
 from kestrl_learner.model import adapters
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import checkpoint
-from kestrl_learner.training import Training
+from kestrl_learner.training import TrainingRun
 
 
-async def train(settings: Any) -> Run:
-    run = Run(settings)
+async def train(settings: Any) -> LearnerRun:
+    run = LearnerRun(settings)
     async with asyncio.timeout(30):
         await run.main()
     return run
@@ -278,7 +278,7 @@ async def test_a_refused_credential_of_a_tool_is_waited_for_and_costs_no_scenari
             return replace(group, episodes=[replace(episode, tool_calls=[call]) for episode in group.episodes])
 
         stage.workers[0].script = refuse
-        run = Run(stage.but(epochs=1, max_failed_share=0.0))
+        run = LearnerRun(stage.but(epochs=1, max_failed_share=0.0))
         ends = asyncio.create_task(run.main())
         try:
             await until(lambda: run.progress.state.tools.wait, 20)
@@ -441,7 +441,7 @@ async def test_without_any_proof_the_run_fails_and_says_which_engine_said_what(s
 
 async def test_a_drain_writes_a_checkpoint_and_a_resume_finishes_the_run(staged: Any) -> None:
     async with staged() as stage:
-        run = Run(stage.but(checkpoint_every=100))
+        run = LearnerRun(stage.but(checkpoint_every=100))
 
         def drain_at_third(request: Any, group: Any) -> Any:
             if request.purpose == "train" and request.policy.step == 2:
@@ -469,11 +469,11 @@ class Stop:
     saved: list[list[int]]
 
 
-def stops(monkeypatch: pytest.MonkeyPatch, run: Run, *, drain_at: int | None = None) -> Stop:
+def stops(monkeypatch: pytest.MonkeyPatch, run: LearnerRun, *, drain_at: int | None = None) -> Stop:
     """Records the confirmed checkpoints at the beginning of each update; drains when a step's groups are complete."""
-    made, update, take = Stop([], []), Training._update, Dispatcher.take
+    made, update, take = Stop([], []), TrainingRun._update, Dispatcher.take
 
-    async def updating(self: Training, *arguments: Any) -> Any:
+    async def updating(self: TrainingRun, *arguments: Any) -> Any:
         made.steps.append(self._done)
         made.saved.append(checkpoint.steps(self._resources.store))
         return await update(self, *arguments)
@@ -484,7 +484,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, run: Run, *, drain_at: int | None = N
             run.drain()
         return ready
 
-    monkeypatch.setattr(Training, "_update", updating)
+    monkeypatch.setattr(TrainingRun, "_update", updating)
     monkeypatch.setattr(Dispatcher, "take", taking)
     return made
 
@@ -493,7 +493,7 @@ async def test_a_drain_writes_a_checkpoint_before_an_update_that_may_be_cut(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with staged() as stage:
-        run = Run(stage.but(checkpoint_every=100, validation=None))
+        run = LearnerRun(stage.but(checkpoint_every=100, validation=None))
         made = stops(monkeypatch, run, drain_at=2)
         await run.main()
         assert stage.summary["status"] == "suspended"
@@ -505,7 +505,7 @@ async def test_updates_that_take_longer_than_a_stop_waits_lose_one_step_at_most(
     staged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with staged() as stage:
-        run = Run(stage.but(checkpoint_every=100, validation=None, grace_seconds=1e-9, max_steps=4))
+        run = LearnerRun(stage.but(checkpoint_every=100, validation=None, grace_seconds=1e-9, max_steps=4))
         made = stops(monkeypatch, run)
         await run.main()
         assert [max(saved, default=0) for saved in made.saved] == [0, 1, 2, 3]
@@ -514,7 +514,7 @@ async def test_updates_that_take_longer_than_a_stop_waits_lose_one_step_at_most(
 async def test_a_drain_does_not_wait_for_rollouts(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].gate = asyncio.Event()
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         task = asyncio.create_task(run.main())
         async with asyncio.timeout(20):
             while not stage.asked():  # noqa: ASYNC110 - what a fake saw has no event

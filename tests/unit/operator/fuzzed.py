@@ -55,14 +55,14 @@ class Taking(Api):
         uid = metadata.get("uid", f"{given['kind']}/{metadata['name']}")
         return {**given, "metadata": {**metadata, "uid": uid, "resourceVersion": str(self.version)}}
 
-    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
-        return self._made(wanted)
+    async def apply(self, body: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
+        return self._made(body)
 
     async def apply_status(self, namespace: str, name: str, version: int, status: Mapping[str, Any]) -> Object:
         return self._made({**self.jobs[name], "status": status})
 
-    async def create(self, kind: Kind, wanted: Mapping[str, Any], *, dry_run: bool = False) -> Object:
-        return self._made(wanted)
+    async def create(self, kind: Kind, body: Mapping[str, Any], *, dry_run: bool = False) -> Object:
+        return self._made(body)
 
     async def list(
         self, kind: Kind, namespace: str | None, *, labels: str = "", fields: Mapping[str, str] | None = None

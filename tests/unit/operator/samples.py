@@ -18,7 +18,16 @@ from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_to_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure
 from kestrl.runstate.states import RunPhase, ServingState
-from kestrl_operator.state.snapshot import ATTEMPTS, FORGIVEN, RESTARTS, Ended, LearnerReport, Pod, Snapshot, Workload
+from kestrl_operator.state.snapshot import (
+    ATTEMPTS,
+    FORGIVEN,
+    RESTARTS,
+    ContainerEnd,
+    LearnerReport,
+    Pod,
+    Snapshot,
+    Workload,
+)
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "email-search" / "quickstart.yaml"
 NOW = 1_800_000_000.0
@@ -69,8 +78,8 @@ def waiting(role: Role, number: int = 0, **changes: Any) -> Pod:
     )
 
 
-def ended(container: str, reason: str = "Error", code: int = 1, message: str = "") -> Ended:
-    return Ended(container=container, reason=reason, code=code, message=message)
+def ended(container: str, reason: str = "Error", code: int = 1, message: str = "") -> ContainerEnd:
+    return ContainerEnd(container=container, reason=reason, code=code, message=message)
 
 
 def all_pods(*others: Pod) -> list[Pod]:

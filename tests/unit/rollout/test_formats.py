@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.small_models import OWN_TEMPLATE, SHARED_TEMPLATES
 
 from kestrl._shared.spec.agent import TOOL_CALL_FORMAT, Agent
-from kestrl._shared.text.chat_template import Template
+from kestrl._shared.text.chat_template import ChatTemplate
 from kestrl._shared.text.formats import detect
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.vocabulary import Vocabulary
@@ -83,7 +83,7 @@ def test_published_templates_have_their_format(path: Any, qwen: Vocabulary) -> N
 
 
 def _detected(source: str, vocabulary: Vocabulary) -> str | None:
-    found = detect(Template(source, {}, started=datetime(2026, 1, 2).astimezone()), source, vocabulary)
+    found = detect(ChatTemplate(source, {}, started=datetime(2026, 1, 2).astimezone()), source, vocabulary)
     return None if found is None else found.name
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.ports import free_port
 
 from kestrl_rollout.engine import http
-from kestrl_rollout.engine.http import Answer, HttpClient, Lost, Unreachable
+from kestrl_rollout.engine.http import HttpAnswer, Lost, PostClient, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -58,7 +58,7 @@ async def never(_: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def serving(play: Play, tls: ssl.SSLContext | None = None) -> AsyncGenerator[tuple[Server, HttpClient]]:
+async def serving(play: Play, tls: ssl.SSLContext | None = None) -> AsyncGenerator[tuple[Server, PostClient]]:
     seen, tasks = Server(), set[asyncio.Task[Any]]()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ async def serving(play: Play, tls: ssl.SSLContext | None = None) -> AsyncGenerat
     server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
     seen.port = server.sockets[0].getsockname()[1]
     try:
-        async with HttpClient({"authorization": "Bearer key"}) as client:
+        async with PostClient({"authorization": "Bearer key"}) as client:
             yield seen, client
     finally:
         server.close()
@@ -101,7 +101,7 @@ async def serving(play: Play, tls: ssl.SSLContext | None = None) -> AsyncGenerat
 async def test_what_is_sent_and_what_comes_back() -> None:
     async with serving(saying(OK)) as (server, client):
         answer = await client.post(server.url, b'{"a": 1}', {"traceparent": "00-1-2-01"})
-    assert answer == Answer(200, b"ok")
+    assert answer == HttpAnswer(200, b"ok")
     assert server.bodies == [b'{"a": 1}']
     line, *fields = server.heads[0].lower().split("\r\n")[:-2]
     assert line == "post /generate http/1.1"
@@ -161,19 +161,19 @@ async def test_an_error_is_an_answer_too(status: int) -> None:
         server,
         client,
     ):
-        assert await client.post(server.url, b"", {}) == Answer(status, b"why")
+        assert await client.post(server.url, b"", {}) == HttpAnswer(status, b"why")
 
 
 async def test_the_policy_that_a_guard_stamped_is_part_of_the_answer() -> None:
     head = b"HTTP/1.1 200 OK\r\nX-Kestrl-Policy: job-7.3\r\nContent-Length: 2\r\n\r\nok"
     async with serving(saying(head)) as (server, client):
-        assert await client.post(server.url, b"", {}) == Answer(200, b"ok", "job-7.3")
+        assert await client.post(server.url, b"", {}) == HttpAnswer(200, b"ok", "job-7.3")
 
 
 async def test_go_on_is_not_yet_the_answer() -> None:
     async with serving(saying(b"HTTP/1.1 100 Continue\r\n\r\n", OK)) as (server, client):
         for _ in range(2):
-            assert await client.post(server.url, b"", {}) == Answer(200, b"ok")
+            assert await client.post(server.url, b"", {}) == HttpAnswer(200, b"ok")
         assert server.connections == 1
 
 
@@ -191,7 +191,7 @@ async def test_an_answer_is_whole_however_it_is_cut(pieces: int, chunked: bool) 
         said = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     size = -(-len(said) // pieces)
     async with serving(saying(*(said[at : at + size] for at in range(0, len(said), size)))) as (server, client):
-        assert [await client.post(server.url, b"", {}) for _ in range(2)] == [Answer(200, body)] * 2
+        assert [await client.post(server.url, b"", {}) for _ in range(2)] == [HttpAnswer(200, body)] * 2
         assert server.connections == 1
 
 
@@ -244,7 +244,7 @@ async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_extra_answer_closes_the_connection_not_the_next_request() -> None:
     async with serving(saying(OK + b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nmore")) as (server, client):
         for count in (1, 2):
-            assert await client.post(server.url, b"", {}) == Answer(200, b"ok")
+            assert await client.post(server.url, b"", {}) == HttpAnswer(200, b"ok")
             assert server.connections == count
 
 
@@ -258,7 +258,7 @@ async def test_who_waits_no_longer_ends_the_request() -> None:
 
 
 async def test_nobody_there() -> None:
-    async with HttpClient({}) as client:
+    async with PostClient({}) as client:
         with pytest.raises(Unreachable, match=r"Connect call failed|refused"):
             await client.post(f"http://127.0.0.1:{free_port()}/", b"", {})
 
@@ -272,7 +272,7 @@ async def test_a_server_that_never_accepts_is_unreachable(monkeypatch: pytest.Mo
         for waiting in crowd:
             waiting.setblocking(False)
             waiting.connect_ex(("127.0.0.1", port))
-        async with HttpClient({}) as client:
+        async with PostClient({}) as client:
             with pytest.raises(Unreachable, match=r"(?i)timeout"):
                 await client.post(f"http://127.0.0.1:{port}/", b"", {})
         for waiting in crowd:
@@ -367,6 +367,6 @@ async def test_the_path_is_what_follows_the_address(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/", "engine:8000", "http:///generate"])
 async def test_what_is_no_address_is_refused(url: str) -> None:
-    async with HttpClient({}) as client:
+    async with PostClient({}) as client:
         with pytest.raises(ValueError, match=r"not an http://|Invalid URL"):
             await client.post(url, b"", {})

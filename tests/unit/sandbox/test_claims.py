@@ -27,7 +27,7 @@ from kestrl_sandbox.pool.breaker import FAILURES
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
 from kestrl_sandbox.remote.claim_objects import claim, claim_name
 from kestrl_sandbox.remote.claims import ClaimedSandboxes, ClaimUnusable
-from kestrl_sandbox.remote.cluster_api import Pod
+from kestrl_sandbox.remote.cluster_api import OwnPod
 from kestrl_sandbox.remote.server import application
 from kestrl_tools.service import run_tools
 
@@ -39,7 +39,7 @@ CONFIG = PoolConfig(max_sandboxes=3, memory_mb=256)
 class Site:
     """A cluster with agent-sandbox and a warm pool `code`, and the pod of a tool service."""
 
-    def __init__(self, cluster: FakeKubernetes, controller: AgentSandbox, pod: Pod, tokens: list[str]) -> None:
+    def __init__(self, cluster: FakeKubernetes, controller: AgentSandbox, pod: OwnPod, tokens: list[str]) -> None:
         self.cluster, self.controller, self.pod = cluster, controller, pod
         self.tokens = tokens
         """The token with which a pod of the pool begins."""
@@ -83,8 +83,10 @@ async def made(pool: SandboxPool, folder: Path, monkeypatch: pytest.MonkeyPatch)
         controller = AgentSandbox(cluster, lambda: application(pool, lambda: tokens[0]))
         controller.free["code"] = 100
         uid = make_pod(cluster, "job-tools-x")
-        pod = Pod(namespace="team-a", name="job-tools-x", uid=uid, server=cluster.url, token_file=token, authority=None)
-        monkeypatch.setattr(Pod, "here", lambda: pod)
+        pod = OwnPod(
+            namespace="team-a", name="job-tools-x", uid=uid, server=cluster.url, token_file=token, authority=None
+        )
+        monkeypatch.setattr(OwnPod, "here", lambda: pod)
         yield Site(cluster, controller, pod, tokens)
         await controller.stop()
 
@@ -345,7 +347,7 @@ async def test_claims_go_with_the_pod_of_the_tool_service(site: Site) -> None:
 
 
 async def test_a_claim_ends_with_its_pod_or_at_its_time() -> None:
-    pod = Pod(namespace="n", name="p" * 80, uid="u", server="", token_file=Path(), authority=None)
+    pod = OwnPod(namespace="n", name="p" * 80, uid="u", server="", token_file=Path(), authority=None)
     pool = WarmPool(name="code", token=TOKEN, port=1, bind_seconds=1, use_seconds=600, keep_seconds=720)
     made = claim(claim_name(pod.name), pod, pool, datetime(2026, 1, 1, tzinfo=UTC))
     assert len(made["metadata"]["name"]) <= 63

@@ -9,14 +9,14 @@ from tests.fakes.kubernetes import FakeKubernetes
 
 from kestrl.errors import UserInputError
 from kestrl_sandbox.remote.claim_objects import CLAIMS
-from kestrl_sandbox.remote.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, Pod
+from kestrl_sandbox.remote.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, OwnPod
 
 
 def test_outside_of_a_pod_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr("kestrl_sandbox.remote.cluster_api.ACCOUNT", tmp_path)
     with pytest.raises(UserInputError, match=r"sandbox.claim: this process runs in no pod"):
-        Pod.here()
+        OwnPod.here()
 
 
 def test_a_pod_is_found_by_what_the_kubelet_gives_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_pod_is_found_by_what_the_kubelet_gives_it(monkeypatch: pytest.MonkeyP
     found = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     for name, text in {**found, "KESTRL_REPLICA": "p", "KESTRL_POD_UID": "u"}.items():
         monkeypatch.setenv(name, text)
-    pod = Pod.here()
+    pod = OwnPod.here()
     assert (pod.namespace, pod.name, pod.uid, pod.server) == ("team-a", "p", "u", "https://[fd00::1]:443")
     assert (pod.token_file.read_text(), pod.authority) == ("t", tmp_path / "ca.crt")
     assert "token" not in repr(pod)
@@ -35,7 +35,7 @@ def test_a_pod_is_found_by_what_the_kubelet_gives_it(monkeypatch: pytest.MonkeyP
 async def test_a_rotated_token_is_used(tmp_path: Path) -> None:
     token = tmp_path / "token"
     async with FakeKubernetes() as cluster:
-        pod = Pod(namespace="team-a", name="p", uid="u", server=cluster.url, token_file=token, authority=None)
+        pod = OwnPod(namespace="team-a", name="p", uid="u", server=cluster.url, token_file=token, authority=None)
         api = ClusterApi(pod)
         for text in ("first", "second"):
             token.write_text(text)

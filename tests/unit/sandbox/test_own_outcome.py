@@ -25,7 +25,7 @@ from kestrl_sandbox.inside.reports import Ended
 from kestrl_sandbox.pool import slots
 from kestrl_sandbox.pool.results import BROKEN, GONE
 from kestrl_sandbox.pool.sandbox_pool import PooledSession, SandboxPool
-from kestrl_sandbox.pool.slots import Slot, SlotLost
+from kestrl_sandbox.pool.slots import SandboxSlot, SlotLost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECONDS = 0.5
@@ -271,7 +271,7 @@ def outside() -> list[bool]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def slot(outside: list[bool]) -> AsyncIterator[tuple[Slot, asyncio.StreamWriter, asyncio.StreamReader]]:
+async def slot(outside: list[bool]) -> AsyncIterator[tuple[SandboxSlot, asyncio.StreamWriter, asyncio.StreamReader]]:
     """A slot, and the sandbox's end of its connection."""
     ours, theirs = slots.slot_sockets()
     theirs.setblocking(False)
@@ -281,14 +281,14 @@ async def slot(outside: list[bool]) -> AsyncIterator[tuple[Slot, asyncio.StreamW
     async def from_outside() -> bool:
         return outside[0]
 
-    yield Slot(1, reader, writer, ended_from_outside=from_outside), far_writer, far_reader
+    yield SandboxSlot(1, reader, writer, ended_from_outside=from_outside), far_writer, far_reader
     for opened in (writer, far_writer):
         opened.close()
         with suppress(ConnectionError):
             await opened.wait_closed()
 
 
-Ends = tuple[Slot, asyncio.StreamWriter, asyncio.StreamReader]
+Ends = tuple[SandboxSlot, asyncio.StreamWriter, asyncio.StreamReader]
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff" * 8, frames.PREFIX.pack(2, 0) + b"}{", frames.PREFIX.pack(9, 0)])

@@ -26,7 +26,7 @@ from kestrl_tools.catalogue import load_tools, provider_of, providers_of, stop_a
 from kestrl_tools.http.client import HttpClient
 from kestrl_tools.http.egress import Egress
 from kestrl_tools.http.provider import HttpProvider
-from kestrl_tools.http.requests import Request
+from kestrl_tools.http.requests import HttpRequest
 from kestrl_tools.servers import ServerUnavailable
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -180,7 +180,9 @@ async def test_a_server_that_is_away_is_waited_for(shop: Shop) -> None:
 
 async def test_more_calls_than_requests_wait_and_say_so(shop: Shop) -> None:
     client = HttpClient("shop", Egress([("127.0.0.1", shop.port)], ()), concurrency=1, max_bytes=1000)
-    sleep, ping = (Request(method="GET", url=URL(f"{shop.origin}/api/{path}"), headers={}) for path in ("sleep", "x"))
+    sleep, ping = (
+        HttpRequest(method="GET", url=URL(f"{shop.origin}/api/{path}"), headers={}) for path in ("sleep", "x")
+    )
     async with client.session() as session:
         slow = asyncio.ensure_future(client.ask(session, sleep, {}, seconds=60))
         await shop.asleep.wait()

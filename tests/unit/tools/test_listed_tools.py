@@ -14,7 +14,7 @@ from kestrl._shared.plan.settings.tools import EndpointEntry, HttpEntry, McpEntr
 from kestrl.errors import UserInputError
 from kestrl.tools import ToolSchema
 from kestrl_tools.catalogue import load_tools
-from kestrl_tools.servers import LeftOut, Listed, callable_name, definitions
+from kestrl_tools.servers import LeftOut, ListedTool, callable_name, definitions
 from kestrl_tools.tool_threads import ToolThreads
 
 SAMPLE = Path(__file__).with_name("mcp_sample.py")
@@ -22,11 +22,11 @@ GOOD: dict[str, Any] = {"type": "object", "properties": {"text": {"type": "strin
 ODD: dict[str, Any] = {"type": "object", "properties": {"text": {"$ref": "http://127.0.0.1:1/a"}}}
 
 
-def listed(**schemas: dict[str, Any]) -> list[Listed]:
-    return [Listed(name, "Does it.", schema, name) for name, schema in schemas.items()]
+def listed(**schemas: dict[str, Any]) -> list[ListedTool]:
+    return [ListedTool(name, "Does it.", schema, name) for name, schema in schemas.items()]
 
 
-def offered(tools: list[Listed], left_out: LeftOut) -> list[ToolSchema]:
+def offered(tools: list[ListedTool], left_out: LeftOut) -> list[ToolSchema]:
     return [tool.schema for tool in definitions("mcp", "server", tools, None, left_out)]
 
 
@@ -63,7 +63,7 @@ def test_a_name_that_models_cannot_call_is_mapped(name: str, mapped: str) -> Non
 
 
 def test_two_tools_of_one_name_are_refused_by_it() -> None:
-    tools = [Listed(callable_name(name), "", GOOD, name) for name in ("files.read", "files/read")]
+    tools = [ListedTool(callable_name(name), "", GOOD, name) for name in ("files.read", "files/read")]
     with pytest.raises(UserInputError, match="files_read cannot be offered: the server lists 2 tools"):
         definitions("mcp", "server", tools, None)
 

@@ -108,16 +108,16 @@ class Api:
         if self._client is not None:
             await self._client.client.close()
 
-    async def apply(self, wanted: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
+    async def apply(self, body: Mapping[str, Any], *, force: bool = True, dry_run: bool = False) -> Object:
         """Applies an object server-side as field manager `kestrl-operator`; returns the result.
 
         Args:
-            wanted: The object.
+            body: The object.
             force: Whether to take over fields of other managers; otherwise they are kept, and a Conflict is raised.
             dry_run: Whether to check everything, admission included, without writing.
         """
-        kind = kind_of(wanted)
-        return await self._apply(kind, resource(kind), wanted, force=force, dry_run="All" if dry_run else None)
+        kind = kind_of(body)
+        return await self._apply(kind, resource(kind), body, force=force, dry_run="All" if dry_run else None)
 
     async def apply_status(
         self, namespace: str, name: str, version: int, status: Mapping[str, Any], *, kind: Kind = JOB
@@ -136,13 +136,13 @@ class Api:
         Raises:
             Conflict: The job has changed meanwhile, or is another one.
         """
-        wanted = {
+        body = {
             "apiVersion": kind.api_version,
             "kind": kind.name,
             "metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)},
             "status": status,
         }
-        return await self._apply(kind, resource(kind).status, wanted, force=True)
+        return await self._apply(kind, resource(kind).status, body, force=True)
 
     async def scale(self, kind: Kind, namespace: str, name: str, replicas: int) -> Object:
         """Sets the number of replicas of a workload as field manager `kestrl-operator-scale`, which others may take it
@@ -151,28 +151,28 @@ class Api:
         Raises:
             Gone: There is no such workload.
         """
-        wanted = {
+        body = {
             "apiVersion": kind.api_version,
             "kind": kind.name,
             "metadata": {"name": name, "namespace": namespace},
             "spec": {"replicas": replicas},
         }
-        return await self._apply(kind, resource(kind), wanted, force=True, manager=SCALER)
+        return await self._apply(kind, resource(kind), body, force=True, manager=SCALER)
 
     async def _apply(
         self,
         kind: Kind,
         into: Any,
-        wanted: Mapping[str, Any],
+        body: Mapping[str, Any],
         *,
         force: bool,
         dry_run: str | None = None,
         manager: str = MANAGER,
     ) -> Object:
-        client, metadata = await self._connected(), wanted["metadata"]
+        client, metadata = await self._connected(), body["metadata"]
         call = client.server_side_apply(
             into,
-            wanted,
+            body,
             field_manager=manager,
             force_conflicts="true" if force else "false",
             dry_run=dry_run,
@@ -197,19 +197,19 @@ class Api:
         client = await self._connected()
         return await self._object(f"get {kind.name} {name}", client.get(resource(kind), name, namespace, **UNREAD))
 
-    async def create(self, kind: Kind, wanted: Mapping[str, Any], *, dry_run: bool = False) -> Object:
+    async def create(self, kind: Kind, body: Mapping[str, Any], *, dry_run: bool = False) -> Object:
         client, only = await self._connected(), "All" if dry_run else None
-        call = client.create(resource(kind), wanted, field_manager=MANAGER, dry_run=only, **UNREAD)
+        call = client.create(resource(kind), body, field_manager=MANAGER, dry_run=only, **UNREAD)
         return await self._object(f"create {kind.name}", call)
 
-    async def replace(self, kind: Kind, wanted: Mapping[str, Any]) -> Object:
+    async def replace(self, kind: Kind, body: Mapping[str, Any]) -> Object:
         """Replaces an object at the resourceVersion that it names.
 
         Raises:
             Conflict: The object was changed meanwhile.
         """
         client = await self._connected()
-        call = client.replace(resource(kind), wanted, field_manager=MANAGER, **UNREAD)
+        call = client.replace(resource(kind), body, field_manager=MANAGER, **UNREAD)
         return await self._object(f"update {kind.name}", call)
 
     async def passes(self, kind: Kind, namespace: str, name: str, facts: Mapping[str, str]) -> Object | None:
@@ -224,13 +224,13 @@ class Api:
         Raises:
             Gone: There is no such object.
         """
-        client, what = await self._connected(), f"test {kind.name} {namespace}/{name}"
+        client, operation = await self._connected(), f"test {kind.name} {namespace}/{name}"
         tests = [{"op": "test", "path": path, "value": value} for path, value in facts.items()]
         call = client.patch(
             resource(kind), tests, name, namespace, content_type=TESTS, field_manager=MANAGER, dry_run="All", **UNREAD
         )
         try:
-            return await self._object(what, call)
+            return await self._object(operation, call)
         except ApiProblem as error:
             if error.status == 422:
                 return None
@@ -275,7 +275,7 @@ class Api:
         fields: Mapping[str, str],
         accept: str = "application/json",
     ) -> AsyncIterator[Page]:
-        client, what, rest = await self._connected(), f"list {kind.plural}", ""
+        client, operation, continuation = await self._connected(), f"list {kind.plural}", ""
         selected = ",".join(f"{name}={value}" for name, value in fields.items())
         while True:
             call = client.get(
@@ -284,14 +284,14 @@ class Api:
                 label_selector=labels or None,
                 field_selector=selected or None,
                 limit=PAGE,
-                _continue=rest or None,
+                _continue=continuation or None,
                 header_params={"Accept": accept},
                 **UNREAD,
             )
-            page = _read(await self._answer(what, call), form, what)
+            page = _read(await self._answer(operation, call), form, operation)
             yield page
-            rest = page.metadata.rest
-            if not rest:
+            continuation = page.metadata.rest
+            if not continuation:
                 return
 
     async def _connected(self) -> Any:
@@ -300,15 +300,15 @@ class Api:
                 self._client = await connect()
             return self._client
 
-    async def _object(self, what: str, call: Awaitable[Any]) -> Object:
+    async def _object(self, operation: str, call: Awaitable[Any]) -> Object:
         """Makes a call that is answered with an object."""
-        return _read(await self._answer(what, call), Object, what)
+        return _read(await self._answer(operation, call), Object, operation)
 
-    async def _answer(self, what: str, call: Awaitable[Any]) -> bytes:
+    async def _answer(self, operation: str, call: Awaitable[Any]) -> bytes:
         """Makes a call of the client, and translates its errors.
 
         Args:
-            what: The call, for messages.
+            operation: The call, for messages.
             call: The call.
         """
         self.requests += 1
@@ -317,29 +317,29 @@ class Api:
             return await answer.read()
         except ApiException as error:
             refused: Any = error
-            raise problem(refused.status, refused.body or "", what) from error
+            raise problem(refused.status, refused.body or "", operation) from error
         except UserInputError as error:  # the credential could not be read again
-            raise ApiProblem(f"{what}: {error}", status=None, retryable=True) from error
+            raise ApiProblem(f"{operation}: {error}", status=None, retryable=True) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             server = self._client.configuration.host
-            message = f"{what}: {server} does not answer: {type(error).__name__}: {error}"
+            message = f"{operation}: {server} does not answer: {type(error).__name__}: {error}"
             raise ApiProblem(message, status=None, retryable=True) from error
 
 
-def _read(answer: bytes, form: type[Form], what: str) -> Form:
+def _read(answer: bytes, form: type[Form], operation: str) -> Form:
     try:
         return msgspec.json.decode(answer, type=form)
     except msgspec.MsgspecError as error:
-        raise ApiProblem(f"{what}: {type(error).__name__}: {error}", status=None, retryable=True) from error
+        raise ApiProblem(f"{operation}: {type(error).__name__}: {error}", status=None, retryable=True) from error
 
 
-def problem(status: int, said: str, doing: str) -> ApiProblem:
+def problem(status: int, answer_text: str, operation: str) -> ApiProblem:
     """The exception for an error status."""
     try:
-        reason = msgspec.json.decode(said, type=_Status).message
+        reason = msgspec.json.decode(answer_text, type=_Status).message
     except msgspec.MsgspecError:
-        reason = f"HTTP {status}: {said[:SHOWN_CHARACTERS]}"
-    message = f"{doing}: {reason}"
+        reason = f"HTTP {status}: {answer_text[:SHOWN_CHARACTERS]}"
+    message = f"{operation}: {reason}"
     if status in {404, 410}:
         return Gone(message, status=status, retryable=False)
     if status == 409:

@@ -32,10 +32,10 @@ async def connect() -> Any:
     """
     configuration, read_at = await log_in(), monotonic()
 
-    async def refresh(used: Any) -> None:
+    async def refresh(config: Any) -> None:
         nonlocal read_at
         if monotonic() - read_at > LOGIN_SECONDS:
-            used.api_key, read_at = (await log_in()).api_key, monotonic()
+            config.api_key, read_at = (await log_in()).api_key, monotonic()
 
     configuration.refresh_api_key_hook = refresh
     try:
@@ -50,17 +50,17 @@ async def watch_login() -> kopf.ConnectionInfo:
     Raises:
         UserInputError: There is no cluster, or a file cannot be read.
     """
-    known = await log_in()
-    scheme, _, token = known.api_key.get("BearerToken", "").partition(" ")
+    configuration = await log_in()
+    scheme, _, token = configuration.api_key.get("BearerToken", "").partition(" ")
     return kopf.ConnectionInfo(
-        server=known.host,
-        ca_path=known.ssl_ca_cert,
-        insecure=not known.verify_ssl,
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
         scheme=scheme.capitalize() or None,
         token=token or None,
-        certificate_path=known.cert_file,
-        private_key_path=known.key_file,
-        proxy_url=known.proxy,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        proxy_url=configuration.proxy,
     )
 
 
@@ -106,7 +106,7 @@ def _load_of_pod(configuration: Any) -> bool:
 
 
 def _unusable(error: Exception) -> UserInputError:
-    what = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
     return UserInputError(
-        f"no cluster: {what}; fix the file that KUBECONFIG names, or in a pod its service account's token"
+        f"no cluster: {cause}; fix the file that KUBECONFIG names, or in a pod its service account's token"
     )

@@ -56,9 +56,9 @@ _BY_NAME = {(kind.api_version, kind.name): kind for kind in (LEASE, *APPLIED)}
 _CLUSTER_WIDE = frozenset({REVIEW, DEFINITION, NODE})
 
 
-def kind_of(wanted: Any) -> Kind:
+def kind_of(body: Any) -> Kind:
     """The kind of an object to apply."""
-    return _BY_NAME[wanted["apiVersion"], wanted["kind"]]
+    return _BY_NAME[body["apiVersion"], body["kind"]]
 
 
 @cache

@@ -80,16 +80,16 @@ class LeaderElection:
         longer either.
         """
         loop = asyncio.get_running_loop()
-        pause, longest = self._seconds * RENEW_SHARE, self._seconds * GIVE_UP_SHARE
-        while (left := self.renewed + longest - loop.time()) > 0:
-            await asyncio.sleep(min(pause, left))
+        pause, give_up_seconds = self._seconds * RENEW_SHARE, self._seconds * GIVE_UP_SHARE
+        while (seconds_left := self.renewed + give_up_seconds - loop.time()) > 0:
+            await asyncio.sleep(min(pause, seconds_left))
             try:
-                async with asyncio.timeout_at(self.renewed + longest):
-                    held = await self._attempt()
+                async with asyncio.timeout_at(self.renewed + give_up_seconds):
+                    is_holder = await self._attempt()
             except (ApiProblem, TimeoutError) as error:
                 log.warning("the lease cannot be renewed: %s", str(error) or NO_ANSWER)
                 continue
-            if not held:
+            if not is_holder:
                 return
 
     async def _tried(self) -> bool:
@@ -112,10 +112,10 @@ class LeaderElection:
             self.renewed = began
             return False
         try:
-            written = await self._write(record, holder=self._identity)
+            new_record = await self._write(record, holder=self._identity)
         except Conflict:
             return False
-        self._look(written)
+        self._look(new_record)
         self.renewed = began
         return True
 
@@ -144,7 +144,7 @@ class LeaderElection:
             "acquireTime": now if changed else old.get("acquireTime", now),
             "leaseTransitions": old.get("leaseTransitions", 0) + int(changed and bool(holder)),
         }
-        wanted = {**record, "spec": spec}
+        new_record = {**record, "spec": spec}
         if "resourceVersion" in record["metadata"]:
-            return await self._api.replace(LEASE, wanted)
-        return await self._api.create(LEASE, wanted)
+            return await self._api.replace(LEASE, new_record)
+        return await self._api.create(LEASE, new_record)

@@ -18,7 +18,7 @@ from kestrl_operator.controllers.job_state import JobState, Refusal
 from kestrl_operator.controllers.manifests import traceparent
 from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import RENDERED, Snapshot
-from kestrl_operator.state.store import WORKLOADS, Child, Store
+from kestrl_operator.state.store import WORKLOADS, OwnedObject, Store
 from kestrl_operator.status.lifecycle import Decision
 
 log = logging.getLogger(__name__)
@@ -41,22 +41,22 @@ class Applier:
         self._api, self._store = api, store
         self.engines = EngineScale(api, store, events)
 
-    async def refuses(self, state: JobState, snapshot: Snapshot, due: Due) -> bool:
+    async def refuses(self, state: JobState, snapshot: Snapshot, rendering: Due) -> bool:
         """Whether the API server refuses newly rendered objects, which is recorded. All objects rendered from the spec
         are tried in a dry run before any is written; the others contain the job's name only, and are left out because
         of their cost.
 
         Objects of the last accepted spec are applied without a dry run: a refused one does not prevent the others.
         """
-        if snapshot.problem or due.digest == due.standing:
+        if snapshot.problem or rendering.digest == rendering.standing:
             return False
-        tried = [item for item in due.objects if item["kind"] in FROM_SPEC | CLAIMED]
-        refused = await self._try_all(tried, due, dry_run=True)
+        tried = [item for item in rendering.objects if item["kind"] in FROM_SPEC | CLAIMED]
+        refused = await self._try_all(tried, rendering, dry_run=True)
         if refused:
             _note_refusal(state, snapshot, refused)
         return bool(refused)
 
-    async def apply(self, state: JobState, snapshot: Snapshot, decision: Decision, due: Due) -> None:
+    async def apply(self, state: JobState, snapshot: Snapshot, decision: Decision, rendering: Due) -> None:
         """Applies all objects, workloads last, and records refusals.
 
         Raises:
@@ -66,37 +66,37 @@ class Applier:
         # children.
         traced = beginning if snapshot.learner is None else within
         facts = {Attr.JOB: str(state.key), Attr.ATTEMPTS: decision.attempts, Attr.PARKED: decision.parked}
-        *needed, last = due.objects
+        *needed, last = rendering.objects
         inert = [item for item in needed if item["kind"] not in WORKLOADS]
         with traced(traceparent(snapshot.uid)), span(SpanName.RECONCILE, facts):
-            refused = await self._try_all(inert, due)
+            refused = await self._try_all(inert, rendering)
             if snapshot.job is not None and not decision.parked:
                 await self.engines.hand_over(state.key, snapshot.job.spec.inference.replicas)
-            if due.begun or not refused:  # otherwise the first pods would miss an object
-                refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], due)
+            if rendering.begun or not refused:  # otherwise the first pods would miss an object
+                refused += await self._try_all([item for item in needed if item["kind"] in WORKLOADS], rendering)
                 if refused:
                     last["metadata"]["annotations"][RENDERED] = ""  # some objects are missing
-                refused += await self._try_all([last], due)
+                refused += await self._try_all([last], rendering)
         if refused:
-            _note_refusal(state, snapshot, refused, due.digest)
-        elif not snapshot.problem or (state.refusal is not None and state.refusal.digest == due.digest):
+            _note_refusal(state, snapshot, refused, rendering.digest)
+        elif not snapshot.problem or (state.refusal is not None and state.refusal.digest == rendering.digest):
             state.refusal = None
 
-    async def _try_all(self, objects: Sequence[Object], due: Due, *, dry_run: bool = False) -> list[ApiProblem]:
+    async def _try_all(self, objects: Sequence[Object], rendering: Due, *, dry_run: bool = False) -> list[ApiProblem]:
         """Applies objects one after another: jobs are processed concurrently, and a larger connection pool costs more
         than it gains.
         """
-        tried = [await self._try(item, due, dry_run=dry_run) for item in objects]
+        tried = [await self._try(item, rendering, dry_run=dry_run) for item in objects]
         return [problem for problem in tried if problem is not None]
 
-    async def _try(self, item: Object, due: Due, *, dry_run: bool = False) -> ApiProblem | None:
+    async def _try(self, item: Object, rendering: Due, *, dry_run: bool = False) -> ApiProblem | None:
         """Applies an object; returns the error if the API server refuses it.
 
         Raises:
             ApiProblem: The call failed for another reason.
         """
         try:
-            made = await self._applied(item, due, dry_run=dry_run)
+            applied_object = await self._applied(item, rendering, dry_run=dry_run)
         except Gone:
             raise
         except Foreign as error:
@@ -106,15 +106,15 @@ class Applier:
                 return error
             raise
         if item["kind"] in WATCHED_KINDS and not dry_run:
-            self._store.child(item["kind"], made)
+            self._store.child(item["kind"], applied_object)
         return None
 
-    async def _applied(self, item: Object, due: Due, *, dry_run: bool) -> Object:
+    async def _applied(self, item: Object, rendering: Due, *, dry_run: bool) -> Object:
         """Applies an object; fields of other managers are taken over only in what is known to be the job's."""
         if item["kind"] not in CLAIMED:
-            there = Child(item["kind"], item["metadata"]["name"]) in due.there
-            return await self._api.apply(item, force=there, dry_run=dry_run)
-        mine = await claim(self._api, item, begun=due.begun, dry_run=dry_run)
+            exists = OwnedObject(item["kind"], item["metadata"]["name"]) in rendering.there
+            return await self._api.apply(item, force=exists, dry_run=dry_run)
+        mine = await claim(self._api, item, has_begun=rendering.begun, dry_run=dry_run)
         if dry_run and item["kind"] not in FROM_SPEC:
             return mine
         return await self._api.apply(mine, dry_run=dry_run)
@@ -125,8 +125,8 @@ def _note_refusal(state: JobState, snapshot: Snapshot, refused: Sequence[ApiProb
     before = state.refusal_of(snapshot.generation)
     times = 1 if before is None else before.times + 1
     wait = BACKOFF.pause(times)
-    shown = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
-    what = "an object" if len(refused) == 1 else f"{len(refused)} objects"
-    problem = f"Kubernetes refuses {what} of this job: {shown}"
+    details = "; ".join(str(error) for error in refused[:REFUSALS_SHOWN])
+    subject = "an object" if len(refused) == 1 else f"{len(refused)} objects"
+    problem = f"Kubernetes refuses {subject} of this job: {details}"
     log.warning("%s: retried in %.0f s: %s", state.key, wait, problem)
     state.refusal = Refusal(snapshot.generation, problem, digest, times, time() + wait)

@@ -32,13 +32,13 @@ class Foreign(ApiProblem):
         )
 
 
-async def claim(api: Api, item: Object, *, begun: bool, dry_run: bool = False) -> Object:
+async def claim(api: Api, item: Object, *, has_begun: bool, dry_run: bool = False) -> Object:
     """The object to apply, with the uid of what has its name; that is the job's own, or was created empty.
 
     Args:
         api: The API server.
         item: An object of a claimed kind.
-        begun: Whether the job has begun, so that the object probably exists.
+        has_begun: Whether the job has begun, so that the object probably exists.
         dry_run: Whether nothing is created.
 
     Raises:
@@ -46,23 +46,23 @@ async def claim(api: Api, item: Object, *, begun: bool, dry_run: bool = False) -
         ApiProblem: The API server refuses it, or does not answer.
     """
     kind = kind_of(item)
-    if begun:
+    if has_begun:
         try:
             return await _owned(api, kind, item)
         except Gone:
             pass  # it was deleted, and is created again
     metadata = item["metadata"]
-    kept = ("name", "namespace", "labels", "ownerReferences")
+    metadata_fields = ("name", "namespace", "labels", "ownerReferences")
     empty = {
         "apiVersion": item["apiVersion"],
         "kind": item["kind"],
-        "metadata": {name: metadata[name] for name in kept if name in metadata},
+        "metadata": {name: metadata[name] for name in metadata_fields if name in metadata},
     }
     try:
-        made = await api.create(kind, empty, dry_run=dry_run)
+        created_object = await api.create(kind, empty, dry_run=dry_run)
     except Conflict:
         return await _owned(api, kind, item)
-    return item if dry_run else _pinned(item, made)
+    return item if dry_run else _pinned(item, created_object)
 
 
 async def _owned(api: Api, kind: Kind, item: Object) -> Object:
@@ -76,12 +76,12 @@ async def _owned(api: Api, kind: Kind, item: Object) -> Object:
         if name.startswith(PREFIX) and name != UNSTABLE
     }
     for facts in (owner, orphan):
-        there = await api.passes(kind, metadata["namespace"], metadata["name"], facts)
-        if facts and there is not None:
-            return _pinned(item, there)
+        existing = await api.passes(kind, metadata["namespace"], metadata["name"], facts)
+        if facts and existing is not None:
+            return _pinned(item, existing)
     raise Foreign(item)
 
 
-def _pinned(item: Object, there: Object) -> Object:
+def _pinned(item: Object, existing: Object) -> Object:
     """The object, for application to this very one and to none that takes its name meanwhile."""
-    return {**item, "metadata": {**item["metadata"], "uid": there["metadata"]["uid"]}}
+    return {**item, "metadata": {**item["metadata"], "uid": existing["metadata"]["uid"]}}

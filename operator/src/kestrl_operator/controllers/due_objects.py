@@ -11,7 +11,7 @@ from kestrl.errors import UserInputError
 from kestrl_operator.controllers.job_state import JobState, Rendered
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.snapshot import ACCEPTED, RENDERED, Snapshot
-from kestrl_operator.state.store import Child
+from kestrl_operator.state.store import OwnedObject
 from kestrl_operator.status.lifecycle import Decision
 from kestrl_operator.watch.streams import WATCHED
 
@@ -28,13 +28,13 @@ class Due(NamedTuple):
     """Digest of the objects that were applied last; empty if none or not all of them were."""
     begun: bool
     """Whether anything was applied before."""
-    there: frozenset[Child]
+    there: frozenset[OwnedObject]
     whole: bool
     """Whether every watched object exists, and none was changed by another manager."""
 
 
 def due_objects(
-    state: JobState, snapshot: Snapshot, decision: Decision, there: frozenset[Child], manifests: Manifests
+    state: JobState, snapshot: Snapshot, decision: Decision, existing: frozenset[OwnedObject], manifests: Manifests
 ) -> Due | None:
     """The objects to apply; None if all are up to date.
 
@@ -42,14 +42,14 @@ def due_objects(
         state: State of the job; its last rendering is recorded.
         snapshot: The snapshot of the job.
         decision: The decision about it.
-        there: The watched objects of the job that exist.
+        existing: The watched objects of the job that exist.
         manifests: Renders the objects.
     """
-    kept: Mapping[str, str] = snapshot.learner.annotations if snapshot.learner is not None else {}
-    accepted = _accepted(state, snapshot, kept)
+    annotations: Mapping[str, str] = snapshot.learner.annotations if snapshot.learner is not None else {}
+    accepted = _accepted(state, snapshot, annotations)
     if snapshot.job is None or accepted is None:
         return None  # what was applied stays as it is
-    wanted = Rendered(
+    rendering = Rendered(
         snapshot.generation,
         decision.parked,
         decision.attempts,
@@ -58,13 +58,23 @@ def due_objects(
         snapshot.queue,
         bool(snapshot.problem),
     )
-    known, standing = state.rendered, kept.get(RENDERED, "")
-    complete = known is not None and not state.drifted and known.children <= there
-    if known is not None and complete and known == wanted._replace(digest=standing, children=known.children):
+    last_rendering, standing = state.rendered, annotations.get(RENDERED, "")
+    complete = last_rendering is not None and not state.drifted and last_rendering.children <= existing
+    if (
+        last_rendering is not None
+        and complete
+        and last_rendering == rendering._replace(digest=standing, children=last_rendering.children)
+    ):
         return None
     try:
         objects = manifests.objects(
-            state.key, snapshot.uid, snapshot.job, decision, queue=snapshot.queue, kept=kept, accepted=accepted
+            state.key,
+            snapshot.uid,
+            snapshot.job,
+            decision,
+            queue=snapshot.queue,
+            annotations=annotations,
+            accepted=accepted,
         )
     except UserInputError:
         if snapshot.problem:
@@ -72,19 +82,19 @@ def due_objects(
         raise
     digest = objects[-1]["metadata"]["annotations"][RENDERED]
     children = frozenset(
-        Child(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in WATCHED_KINDS
+        OwnedObject(item["kind"], item["metadata"]["name"]) for item in objects if item["kind"] in WATCHED_KINDS
     )
-    state.rendered = wanted._replace(digest=digest, children=children)
-    whole = not state.drifted and children <= there
-    if _awaits_retry(state, snapshot, digest) or (whole and digest == standing):
+    state.rendered = rendering._replace(digest=digest, children=children)
+    complete_set = not state.drifted and children <= existing
+    if _awaits_retry(state, snapshot, digest) or (complete_set and digest == standing):
         return None
-    return Due(objects, digest, standing, RENDERED in kept, there, whole)
+    return Due(objects, digest, standing, RENDERED in annotations, existing, complete_set)
 
 
-def _accepted(state: JobState, snapshot: Snapshot, kept: Mapping[str, str]) -> str | None:
+def _accepted(state: JobState, snapshot: Snapshot, annotations: Mapping[str, str]) -> str | None:
     """The spec that is in force, as it is stored; None if there is none."""
     if snapshot.problem:
-        return kept.get(ACCEPTED)
+        return annotations.get(ACCEPTED)
     return None if state.parsed is None else state.parsed.accepted
 
 

@@ -43,14 +43,14 @@ class EngineScale:
         if snapshot.job is None or engines is None or (engines.applied_replicas and engines.replicas == 0):
             return  # the last are the engines of a job that was parked, until its objects are applied again
         replicas = snapshot.job.spec.inference.replicas
-        nearest = replicas.nearest(engines.replicas)
-        if replicas.fixed or nearest == engines.replicas:
+        count = replicas.nearest(engines.replicas)
+        if replicas.fixed or count == engines.replicas:
             return
-        await self._set(key, nearest)
+        await self._set(key, count)
         before = snapshot.workloads.get(Role.INFERENCE)
         if before is not None and before.replicas == engines.replicas and not before.applied_replicas:
             note = (
-                f"{workload(key.name, Role.INFERENCE)} had {engines.replicas} engines and is set to {nearest}: "
+                f"{workload(key.name, Role.INFERENCE)} had {engines.replicas} engines and is set to {count}: "
                 f"spec.inference.replicas allows {replicas.min} to {replicas.max}"
             )
             await self._events.announce(key, snapshot.uid, Notice("Warning", "EnginesOutOfRange", note))

@@ -81,11 +81,11 @@ class Installations:
         Raises:
             ApiProblem: The API server does not answer.
         """
-        other = _named(raw)
-        if other == self._name:
+        marked = _named(raw)
+        if marked == self._name:
             self.forget(key, kind)
             return raw
-        look = await self._look(other)
+        look = await self._look(marked)
         if look.alive:
             await self._report(key, raw, kind, look)
             return None
@@ -93,51 +93,51 @@ class Installations:
         status = {**raw.get("status", {}), FIELD: self._name}
         version = int(metadata["resourceVersion"])
         try:
-            made = await self._api.apply_status(key.namespace, key.name, version, status, kind=kind)
+            updated_job = await self._api.apply_status(key.namespace, key.name, version, status, kind=kind)
         except (Gone, Conflict):
             return None  # deleted, changed, or taken by another installation: its watch event causes another pass
         self.forget(key, kind)
-        if other:
-            note = f"installation {self._name} goes on with this job; the Lease of {other} is not renewed"
+        if marked:
+            note = f"installation {self._name} goes on with this job; the Lease of {marked} is not renewed"
             await self._events.announce(key, metadata["uid"], Notice("Normal", "TakenOver", note), kind=kind)
-        return made
+        return updated_job
 
     async def _report(self, key: Key, raw: Mapping[str, Any], kind: Kind, look: Look) -> None:
         """Publishes an event for a job of another installation, once."""
-        other, uid = _named(raw), raw["metadata"]["uid"]
-        if self._reported.get((kind, key)) == (uid, other):
+        marked, uid = _named(raw), raw["metadata"]["uid"]
+        if self._reported.get((kind, key)) == (uid, marked):
             return
-        self._reported[kind, key] = uid, other
+        self._reported[kind, key] = uid, marked
         note = (
-            f"installation {self._name} leaves this job alone: it is reconciled by {other}, and would be taken over "
-            f"once the Lease {other} is not renewed any more"
+            f"installation {self._name} leaves this job alone: it is reconciled by {marked}, and would be taken over "
+            f"once the Lease {marked} is not renewed any more"
         )
         if look.doubt:
             note = (
-                f"installation {self._name} leaves this job alone: its status names {other}, and whether that still "
+                f"installation {self._name} leaves this job alone: its status names {marked}, and whether that still "
                 f"runs is not known: {look.doubt}"
             )
         await self._events.announce(key, uid, Notice("Warning", "OtherInstallation", note), kind=kind)
 
-    async def _look(self, other: str) -> Look:
+    async def _look(self, lease: str) -> Look:
         """Whether another installation renews its Lease; looked up at most once per recheck."""
-        namespace, _, name = other.partition("/")
+        namespace, _, name = lease.partition("/")
         now = asyncio.get_running_loop().time()
         if not namespace or not name:
             return Look(now, alive=False)
         async with self._looking:
-            look = self._looks.get(other)
+            look = self._looks.get(lease)
             if look is not None and now > look.at + self._seconds:
                 # The API server was away, and no Lease could be renewed either: its age begins anew.
-                self._ages.pop(other, None)
+                self._ages.pop(lease, None)
             if look is None or now >= look.at + self.recheck_seconds:
-                look = self._looks[other] = await self._looked(other, namespace, name)
-            self._looks.move_to_end(other)
+                look = self._looks[lease] = await self._looked(lease, namespace, name)
+            self._looks.move_to_end(lease)
             while len(self._looks) > REMEMBERED:
                 self._ages.pop(self._looks.popitem(last=False)[0], None)
             return look
 
-    async def _looked(self, other: str, namespace: str, name: str) -> Look:
+    async def _looked(self, lease: str, namespace: str, name: str) -> Look:
         began = asyncio.get_running_loop().time()
         try:
             record = await self._api.get(LEASE, name, namespace)
@@ -149,7 +149,7 @@ class Installations:
             log.warning("%s", error)
             return Look(began, alive=True, doubt=str(error))
         # A released Lease counts as renewed, too: a replica of that installation takes it at once.
-        return Look(began, self._ages.setdefault(other, LeaseAge(self._seconds)).is_fresh(record))
+        return Look(began, self._ages.setdefault(lease, LeaseAge(self._seconds)).is_fresh(record))
 
 
 class Reconciling(Protocol):
@@ -157,25 +157,25 @@ class Reconciling(Protocol):
 
     async def reconcile(self, key: Key) -> float | None: ...
 
-    async def report_failure(self, key: Key, why: str) -> None: ...
+    async def report_failure(self, key: Key, message: str) -> None: ...
 
     def leave(self, key: Key) -> None:
         """Stops following a job that another installation reconciles."""
         ...
 
 
-class Jobs(Protocol):
+class JobStore(Protocol):
     """A store of jobs."""
 
     jobs: dict[Key, Mapping[str, Any]]
 
-    def job(self, given: Mapping[str, Any], *, deleted: bool = False) -> Key | None: ...
+    def job(self, body: Mapping[str, Any], *, deleted: bool = False) -> Key | None: ...
 
 
 class ClaimedJobs:
     """A reconciler of those jobs alone that name this installation."""
 
-    def __init__(self, installations: Installations, kind: Kind, jobs: Jobs, reconciler: Reconciling) -> None:
+    def __init__(self, installations: Installations, kind: Kind, jobs: JobStore, reconciler: Reconciling) -> None:
         self._installations, self._kind = installations, kind
         self._jobs, self._reconciler = jobs, reconciler
 
@@ -197,7 +197,7 @@ class ClaimedJobs:
             self._jobs.job(claimed)
         return await self._reconciler.reconcile(key)
 
-    async def report_failure(self, key: Key, why: str) -> None:
+    async def report_failure(self, key: Key, message: str) -> None:
         """Writes into a job's status that a pass over it failed, unless that is another installation's to write.
 
         Raises:
@@ -205,7 +205,7 @@ class ClaimedJobs:
         """
         raw = self._jobs.jobs.get(key)
         if raw is not None and self._installations.is_mine(raw):
-            await self._reconciler.report_failure(key, why)
+            await self._reconciler.report_failure(key, message)
 
 
 def _named(raw: Mapping[str, Any]) -> str:

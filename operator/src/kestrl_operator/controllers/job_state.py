@@ -13,10 +13,10 @@ from typing import NamedTuple
 from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
 from kestrl_operator.state.snapshot import Memory
-from kestrl_operator.state.store import Child, Key
+from kestrl_operator.state.store import Key, OwnedObject
 
 
-class Parsed(NamedTuple):
+class ParsedManifest(NamedTuple):
     """One generation of a manifest, parsed: a job, or the error in it."""
 
     generation: int
@@ -47,7 +47,7 @@ class Rendered(NamedTuple):
     fallback: bool
     """Whether the last accepted spec was rendered instead of the newest."""
     digest: str = ""
-    children: frozenset[Child] = frozenset()
+    children: frozenset[OwnedObject] = frozenset()
     """The watched ones among the objects."""
 
 
@@ -80,7 +80,7 @@ class JobState:
     key: Key
     uid: str = ""
     """Uid of the job; empty before its first pass."""
-    parsed: Parsed | None = None
+    parsed: ParsedManifest | None = None
     fallback: Fallback | None = None
     rendered: Rendered | None = None
     refusal: Refusal | None = None

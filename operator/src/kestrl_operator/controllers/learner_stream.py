@@ -60,8 +60,8 @@ class LearnerStream:
         """Whether neither a first report nor a failed call has been seen, and there is still time for one."""
         return not self._tried and asyncio.get_running_loop().time() < self._ends
 
-    def _mark_unreachable(self, why: str) -> None:
-        self._tried, self.unreachable = True, why
+    def _mark_unreachable(self, reason: str) -> None:
+        self._tried, self.unreachable = True, reason
         self.report = None if self.report is None else replace(self.report, connected=False)
         self._changed(self.key)
 
@@ -82,30 +82,30 @@ class LearnerStream:
                     ):
                         self._take(state_of(report))
                         failures = 0
-                    why = "it ended the stream"
+                    reason = "it ended the stream"
                 except KestrlError as error:
-                    why = str(error)
+                    reason = str(error)
                 except Exception as error:
                     # A bug of the operator must neither look like an unreachable learner nor end the stream for good.
                     log.exception("%s: a bug while following its learner", self.key)
-                    why = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
+                    reason = f"a bug in the operator, see its log: {type(error).__name__}: {error}"
                 was_reachable = not self._tried or (self.report is not None and self.report.connected)
-                if was_reachable or why != self.unreachable:
-                    log.info("%s: the learner does not answer: %s", self.key, why)
-                    self._mark_unreachable(why)
+                if was_reachable or reason != self.unreachable:
+                    log.info("%s: the learner does not answer: %s", self.key, reason)
+                    self._mark_unreachable(reason)
                 failures += 1
                 await asyncio.sleep(BACKOFF.pause(failures))
 
     def _take(self, state: RunState) -> None:
-        now, old, done, phase = time(), self.report, state.steps.done, state.activity.phase
+        now, old, steps_done, phase = time(), self.report, state.steps.done, state.activity.phase
         stepped = now if old is None else old.stepped
-        if old is not None and old.state.steps.done != done:
+        if old is not None and old.state.steps.done != steps_done:
             self._paces.append(now - old.stepped)
             stepped = now
         if old is not None and old.phase is not phase:
             stepped = now
-        if phase is RunPhase.TRAINING and (self._first_step is None or done < self._first_step):
-            self._first_step = done
+        if phase is RunPhase.TRAINING and (self._first_step is None or steps_done < self._first_step):
+            self._first_step = steps_done
         self._tried, self.unreachable = True, ""
         self.report = LearnerReport(
             pod=self.pod,
@@ -113,7 +113,7 @@ class LearnerStream:
             state=state,
             stepped=stepped,
             pace=max(self._paces, default=0.0),
-            gained=0 if self._first_step is None else max(0, done - self._first_step),
+            gained=0 if self._first_step is None else max(0, steps_done - self._first_step),
         )
         self._changed(self.key)
 

@@ -62,28 +62,28 @@ class Manifests:
         self.objects(key, raw["metadata"]["uid"], job, Decision(stage=Stage.RUNNING, parked=False))
         return job
 
-    def last_accepted(self, key: Key, raw: Mapping[str, Any], kept: Mapping[str, str]) -> AgentRLJob | None:
+    def last_accepted(self, key: Key, raw: Mapping[str, Any], annotations: Mapping[str, str]) -> AgentRLJob | None:
         """The job of the spec that was applied last, with the lifecycle fields of the newest; None if none was applied.
 
         Args:
             key: Namespace and name of the job.
             raw: The job object, whose spec is invalid or refused.
-            kept: Annotations of the learner's StatefulSet.
+            annotations: Annotations of the learner's StatefulSet.
         """
-        if ACCEPTED not in kept:
+        if ACCEPTED not in annotations:
             return None
         try:
-            accepted: Object = json.loads(kept[ACCEPTED])
+            accepted: Object = json.loads(annotations[ACCEPTED])
         except ValueError:
             return None
-        newest: Object = raw.get("spec") or {}
-        given = {name: newest[name] for name in LIFECYCLE if name in newest}
+        newest_spec: Object = raw.get("spec") or {}
+        lifecycle_fields = {name: newest_spec[name] for name in LIFECYCLE if name in newest_spec}
         # All lifecycle fields, or, where one of them is invalid, the longest prefix that is valid.
-        for added in (given, *({name: value} for name, value in given.items())):
+        for added in (lifecycle_fields, *({name: value} for name, value in lifecycle_fields.items())):
             with suppress(UserInputError):
                 job = _parsed(key, raw, {**accepted, **added})
                 accepted |= added
-                if added is given:
+                if added is lifecycle_fields:
                     return job
         try:
             return _parsed(key, raw, accepted)
@@ -121,9 +121,9 @@ class Manifests:
             ("inference", job.spec.inference.accelerator),
             ("learner", job.spec.learner.accelerator),
         ):
-            why = unsatisfiable(self._cluster.profile(accelerator.profile), accelerator.count, nodes)
-            if why:
-                return f"spec.{part}.accelerator (profile {accelerator.profile}): {why}"
+            reason = unsatisfiable(self._cluster.profile(accelerator.profile), accelerator.count, nodes)
+            if reason:
+                return f"spec.{part}.accelerator (profile {accelerator.profile}): {reason}"
         return ""
 
     def objects(
@@ -134,7 +134,7 @@ class Manifests:
         decision: Decision,
         *,
         queue: str | None = None,
-        kept: Mapping[str, str] = NOTHING,
+        annotations: Mapping[str, str] = NOTHING,
         accepted: str = "",
     ) -> list[Object]:
         """All objects of a job, as returned by `render`.
@@ -145,7 +145,7 @@ class Manifests:
             job: The job.
             decision: The decision that the objects carry out.
             queue: Kueue queue of the pods; None for none.
-            kept: Current annotations of the learner's StatefulSet: the storage of a run stays even if the
+            annotations: Current annotations of the learner's StatefulSet: the storage of a run stays even if the
                 administrator's default has changed since.
             accepted: The spec that is rendered, as returned by `rendered_from`.
 
@@ -154,10 +154,10 @@ class Manifests:
         """
         uri, secret = storage_of(job, self._cluster)
         if job.spec.storage.uri is None:
-            uri = kept.get(STORAGE) or uri
+            uri = annotations.get(STORAGE) or uri
         cluster = self._cluster
-        if STATE in kept:
-            cluster = cluster.model_copy(update={"learner_state": LearnerState.model_validate_json(kept[STATE])})
+        if STATE in annotations:
+            cluster = cluster.model_copy(update={"learner_state": LearnerState.model_validate_json(annotations[STATE])})
         run = f"{key.name}-{uid.partition('-')[0]}"
         site = site_of(
             job, key.namespace, cluster, run=run, storage=f"{uri.rstrip('/')}/{run}", traceparent=traceparent(uid)
@@ -185,8 +185,8 @@ class Manifests:
 
 def rendered_from(spec: Mapping[str, Any]) -> str:
     """The part of a spec that objects are rendered from, as JSON."""
-    kept = {name: value for name, value in spec.items() if name not in LIFECYCLE}
-    return json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    fields = {name: value for name, value in spec.items() if name not in LIFECYCLE}
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def _check_interpreter(job: AgentRLJob) -> None:

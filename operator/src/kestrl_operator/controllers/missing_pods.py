@@ -36,8 +36,8 @@ class MissingPods:
             ApiProblem: The API server does not list the events.
         """
         running = snapshot.job is not None and any(item.replicas for item in snapshot.workloads.values())
-        wanted = 0 if snapshot.job is None else sum(replicas(snapshot.job.spec, snapshot.workloads).values())
-        if not running or len(snapshot.staying) >= wanted:
+        desired_pods = 0 if snapshot.job is None else sum(replicas(snapshot.job.spec, snapshot.workloads).values())
+        if not running or len(snapshot.staying) >= desired_pods:
             state.shortage = None
             return None
         shortage = state.shortage or Shortage(snapshot.now, snapshot.now, "")

@@ -9,7 +9,7 @@ from typing import Any
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec import AgentRLJob
 from kestrl.errors import UserInputError
-from kestrl_operator.controllers.job_state import Fallback, JobState, Parsed
+from kestrl_operator.controllers.job_state import Fallback, JobState, ParsedManifest
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
 from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
 from kestrl_operator.state.store import Key, Store
@@ -34,7 +34,7 @@ class Observer:
             raw: The job object.
         """
         metadata, now, key = raw["metadata"], time(), state.key
-        pods, lost = self._store.pods(key, state.uid), self._store.lost_nodes()
+        pods, lost_nodes = self._store.pods(key, state.uid), self._store.lost_nodes()
         parsed, workloads, nodes = self._parsed(state, raw), self._store.workloads(key), self._store.nodes
         job = parsed.job
         problem = parsed.problem or state.refused_now(parsed.generation, now)
@@ -55,7 +55,7 @@ class Observer:
             last_report=None if state.stream is None else state.stream.report,
             unreachable="" if state.stream is None else state.stream.unreachable,
             unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
-            lost_nodes={pod.node: lost[pod.node] for pod in pods if pod.node in lost},
+            lost_nodes={pod.node: lost_nodes[pod.node] for pod in pods if pod.node in lost_nodes},
             yields=is_partly_scheduled(pods) and self._yields(key, now),
             memory=remembered(raw.get("status", {})) if state.memory is None else state.memory,
         )
@@ -63,36 +63,36 @@ class Observer:
     def _yields(self, key: Key, now: float) -> bool:
         """Whether this job is the youngest of several that have nodes for some of their pods and wait for others."""
         waiting = {
-            other: (raw["metadata"].get("creationTimestamp", ""), raw["metadata"]["uid"])
-            for other, raw in self._store.jobs.items()
-            if other == key
-            or (not _trains(raw) and is_partly_scheduled(self._store.pods(other, raw["metadata"]["uid"])))
+            job_key: (raw["metadata"].get("creationTimestamp", ""), raw["metadata"]["uid"])
+            for job_key, raw in self._store.jobs.items()
+            if job_key == key
+            or (not _trains(raw) and is_partly_scheduled(self._store.pods(job_key, raw["metadata"]["uid"])))
         }
-        youngest = max(waiting, key=lambda other: waiting[other], default=None)
+        youngest = max(waiting, key=lambda job_key: waiting[job_key], default=None)
         return len(waiting) > 1 and youngest == key and now >= self.yielded_at + PARTLY_SECONDS
 
-    def _parsed(self, state: JobState, raw: Mapping[str, Any]) -> Parsed:
+    def _parsed(self, state: JobState, raw: Mapping[str, Any]) -> ParsedManifest:
         """The parsed manifest, cached by generation."""
         generation = raw["metadata"].get("generation", 0)
         if state.parsed is None or state.parsed.generation != generation:
             try:
                 job = self._manifests.read(state.key, raw)
-                state.parsed = Parsed(generation, job, "", rendered_from(raw.get("spec") or {}))
+                state.parsed = ParsedManifest(generation, job, "", rendered_from(raw.get("spec") or {}))
             except UserInputError as error:
-                state.parsed = Parsed(generation, None, str(error), "")
+                state.parsed = ParsedManifest(generation, None, str(error), "")
         return state.parsed
 
     def _last_accepted(
         self, state: JobState, raw: Mapping[str, Any], workloads: Mapping[Role, Workload]
     ) -> AgentRLJob | None:
         """The last accepted job with the newest lifecycle fields, cached by generation."""
-        kept: Mapping[str, str] = workloads[Role.LEARNER].annotations if Role.LEARNER in workloads else {}
-        generation, accepted = raw["metadata"].get("generation", 0), kept.get(ACCEPTED, "")
-        known = state.fallback
-        if known is None or (known.generation, known.accepted) != (generation, accepted):
-            job = self._manifests.last_accepted(state.key, raw, kept)
-            known = state.fallback = Fallback(generation, accepted, job)
-        return known.job
+        annotations: Mapping[str, str] = workloads[Role.LEARNER].annotations if Role.LEARNER in workloads else {}
+        generation, accepted = raw["metadata"].get("generation", 0), annotations.get(ACCEPTED, "")
+        fallback = state.fallback
+        if fallback is None or (fallback.generation, fallback.accepted) != (generation, accepted):
+            job = self._manifests.last_accepted(state.key, raw, annotations)
+            fallback = state.fallback = Fallback(generation, accepted, job)
+        return fallback.job
 
 
 def _trains(raw: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.state.cluster import GRPC_PORT, Cluster, workload
 from kestrl_operator.state.snapshot import Snapshot, seconds_of
-from kestrl_operator.state.store import Child, Key, Store
+from kestrl_operator.state.store import Key, OwnedObject, Store
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.lifecycle import Decision, Stage, decide
@@ -99,7 +99,7 @@ class Reconciler:
         """Stops following a job that another installation reconciles."""
         self._states.drop(key)
 
-    async def report_failure(self, key: Key, why: str) -> None:
+    async def report_failure(self, key: Key, message: str) -> None:
         """Writes into a job's status that a pass over it failed.
 
         Raises:
@@ -107,7 +107,7 @@ class Reconciler:
         """
         raw = self._job(key)
         if raw is not None:
-            await self._statuses.write_failure(key, raw, why)
+            await self._statuses.write_failure(key, raw, message)
 
     def _job(self, key: Key) -> Mapping[str, Any] | None:
         """The job object; None if it is deleted, or about to be."""
@@ -117,21 +117,21 @@ class Reconciler:
     async def _leave_alone(self, state: JobState, raw: Mapping[str, Any]) -> None:
         """Reports the quarantine in the job's status, and does nothing else."""
         state.stop_stream()
-        why = quarantine.message(raw)
-        if why:
-            await self._statuses.write_failure(state.key, raw, why, QUARANTINED)
+        message = quarantine.message(raw)
+        if message:
+            await self._statuses.write_failure(state.key, raw, message, QUARANTINED)
 
     async def _await_deletion(
-        self, state: JobState, raw: Mapping[str, Any], snapshot: Snapshot, left: Collection[Child]
+        self, state: JobState, raw: Mapping[str, Any], snapshot: Snapshot, leftovers: Collection[OwnedObject]
     ) -> float:
         """Reports the remaining objects of a deleted job of the same name: they are being deleted, and must not be used
         for this job.
         """
         since = seconds_of(raw["metadata"].get("creationTimestamp"))
         if since is None or snapshot.now >= since + LEFTOVER_SECONDS:
-            what = ", ".join(sorted(f"{child.kind} {child.name}" for child in left))
+            leftover_names = ", ".join(sorted(f"{child.kind} {child.name}" for child in leftovers))
             problem = (
-                f"another job of this name has left {what}; Kubernetes "
+                f"another job of this name has left {leftover_names}; Kubernetes "
                 "deletes them, unless a finalizer blocks that: remove it"
             )
             waiting = replace(snapshot, job=None, problem=problem)
@@ -153,12 +153,12 @@ class Reconciler:
         decision = decide(snapshot)
         if snapshot.job is not None:
             missing_pods.reapply_if_due(state, snapshot)
-        due = due_objects(state, snapshot, decision, self._store.children(state.key), self._manifests)
-        return Planned(snapshot, decision, due)
+        rendering = due_objects(state, snapshot, decision, self._store.children(state.key), self._manifests)
+        return Planned(snapshot, decision, rendering)
 
     async def _carry_out(self, state: JobState, raw: Mapping[str, Any], planned: Planned) -> float | None:
         """Carries out a plan and writes the status; returns the seconds until the next pass."""
-        snapshot, decision, due = planned
+        snapshot, decision, decision_seconds = planned
         if decision.stage is Stage.PARKED and snapshot.memory.rest != decision.memory.rest and snapshot.yields:
             self._observer.yielded_at = snapshot.now
         state.memory = decision.memory
@@ -167,7 +167,7 @@ class Reconciler:
             return None
         if decision.drain:
             await self._drain(state)
-        if due is not None and not await self._apply(state, snapshot, decision, due):
+        if decision_seconds is not None and not await self._apply(state, snapshot, decision, decision_seconds):
             return None
         if decision.parked:
             await self._park(state.key)
@@ -182,22 +182,22 @@ class Reconciler:
         self._follow(state, snapshot, decision)
         with self._work_record.on(raw):
             status = status_of(snapshot, decision)
-        again = await self._statuses.write_due(state, snapshot, status)
-        due = requeue_after(state, snapshot, decision)
-        return min((seconds for seconds in (again, due) if seconds is not None), default=None)
+        write_seconds = await self._statuses.write_due(state, snapshot, status)
+        decision_seconds = requeue_after(state, snapshot, decision)
+        return min((seconds for seconds in (write_seconds, decision_seconds) if seconds is not None), default=None)
 
-    async def _apply(self, state: JobState, snapshot: Snapshot, decision: Decision, due: Due) -> bool:
+    async def _apply(self, state: JobState, snapshot: Snapshot, decision: Decision, rendering: Due) -> bool:
         """Applies all objects; False if the job no longer exists: after a missed deletion its objects vanish, and must
         not be created again.
         """
-        known = bool(snapshot.status.get("conditions"))
-        if known and not due.whole and not await self._statuses.job_exists(state.key, snapshot):
+        has_conditions = bool(snapshot.status.get("conditions"))
+        if has_conditions and not rendering.whole and not await self._statuses.job_exists(state.key, snapshot):
             self._store.drop(state.key, snapshot.uid)
             self._states.drop(state.key)
             return False
         state.drifted = False
         try:
-            await self._applier.apply(state, snapshot, decision, due)
+            await self._applier.apply(state, snapshot, decision, rendering)
         except ApiProblem:
             state.drifted = True
             raise
@@ -214,8 +214,8 @@ class Reconciler:
 
     async def _release_ranks(self, key: Key) -> None:
         """Ends the pods of ranks of a job that has none any more, since no object is rendered for them."""
-        known = self._store.workloads(key).get(Role.RANKS)
-        if known is not None and known.replicas > 0:
+        ranks = self._store.workloads(key).get(Role.RANKS)
+        if ranks is not None and ranks.replicas > 0:
             name = workload(key.name, Role.RANKS)
             log.info("%s: %s is scaled to 0, since spec.learner.replicas is 1", key, name)
             await self._api.merge(STATEFUL_SET, key.namespace, name, {"spec": {"replicas": 0}})

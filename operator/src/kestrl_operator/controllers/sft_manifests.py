@@ -47,7 +47,7 @@ class SFTManifests:
             UserInputError: This cluster cannot run the job.
         """
         uri, secret = storage_of(job, self._cluster)
-        given = SFTGiven(
+        inputs = SFTGiven(
             job=job,
             namespace=key.namespace,
             uid=uid,
@@ -56,10 +56,10 @@ class SFTManifests:
             secret=secret,
             identity=identity_of(job, key.namespace, self._cluster),
         )
-        return render_sft(given)
+        return render_sft(inputs)
 
     def unsatisfiable(self, job: SFTJob, nodes: Sequence[Node]) -> str:
         """Why no node could ever run the job's pod; empty when one could."""
         accelerator = accelerator_of(job)
-        why = unsatisfiable(profile_of(job, self._cluster), accelerator.count, nodes)
-        return f"spec.learner (profile {accelerator.profile}): {why}" if why else ""
+        reason = unsatisfiable(profile_of(job, self._cluster), accelerator.count, nodes)
+        return f"spec.learner (profile {accelerator.profile}): {reason}" if reason else ""

@@ -74,27 +74,27 @@ class SFTReconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"] or has_ended(raw.get("status", {})):
             return None
         if quarantine.is_quarantined(raw, self._work_record.killed_by):
-            why = quarantine.message(raw)
-            if why:
-                await self._write_failure(key, raw, why, QUARANTINED)
+            message = quarantine.message(raw)
+            if message:
+                await self._write_failure(key, raw, message, QUARANTINED)
             return None
-        seen = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()))
+        snapshot = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()))
         try:
             with self._work_record.on(raw):
                 job, objects = self._rendered(key, raw)
         except UserInputError as error:
-            return await self._write(key, raw, replace(seen, problem=str(error)), None)
+            return await self._write(key, raw, replace(snapshot, problem=str(error)), None)
         refused = await self._ensure(key, raw["metadata"]["uid"], objects)
         with self._work_record.on(raw):
             nodes = self._nodes()
-            why = "" if nodes is None else self._manifests.unsatisfiable(job, nodes)
-        again = REFUSED_SECONDS if refused else WAITING_SECONDS
-        return await self._write(key, raw, replace(seen, problem=refused, unsatisfiable=why), again)
+            message = "" if nodes is None else self._manifests.unsatisfiable(job, nodes)
+        retry_seconds = REFUSED_SECONDS if refused else WAITING_SECONDS
+        return await self._write(key, raw, replace(snapshot, problem=refused, unsatisfiable=message), retry_seconds)
 
     def leave(self, key: Key) -> None:
         """Leaves a job to another installation; nothing is remembered of it."""
 
-    async def report_failure(self, key: Key, why: str) -> None:
+    async def report_failure(self, key: Key, message: str) -> None:
         """Writes into a job's status that a pass over it failed.
 
         Raises:
@@ -102,13 +102,13 @@ class SFTReconciler:
         """
         raw = self._store.jobs.get(key)
         if raw is not None:
-            await self._write_failure(key, raw, why, "OperatorFailed")
+            await self._write_failure(key, raw, message, "OperatorFailed")
 
     def _rendered(self, key: Key, raw: Mapping[str, Any]) -> tuple[SFTJob, list[Object]]:
         """The job and its objects; raises `UserInputError`."""
         uid, job = raw["metadata"]["uid"], self._manifests.read(key, raw)
-        found = self._store.batch_of(key, uid)
-        storage = "" if found is None else batch_of(found).storage
+        existing_batch = self._store.batch_of(key, uid)
+        storage = "" if existing_batch is None else batch_of(existing_batch).storage
         return job, self._manifests.objects(key, uid, job, storage=storage)
 
     async def _ensure(self, key: Key, uid: str, objects: Sequence[Object]) -> str:
@@ -117,14 +117,14 @@ class SFTReconciler:
         The Job is created and never changed: Kubernetes keeps its pod template as it is.
         """
         *needed, batch = objects
-        found = self._store.batch_of(key, uid)
-        if found is not None and (batch_of(found).outcome or batch_of(found).running):
+        existing_batch = self._store.batch_of(key, uid)
+        if existing_batch is not None and (batch_of(existing_batch).outcome or batch_of(existing_batch).running):
             return ""
         refused: list[str] = []
         for item in needed:
             try:
                 if item["kind"] in CLAIMED:
-                    await self._api.apply(await claim(self._api, item, begun=found is not None))
+                    await self._api.apply(await claim(self._api, item, has_begun=existing_batch is not None))
                 else:
                     await self._api.apply(item, force=False)
             except Gone:
@@ -135,7 +135,7 @@ class SFTReconciler:
                 if error.status not in REFUSED and APPLY_CONFLICT not in str(error):
                     raise
                 refused.append(str(error))
-        if found is None and not refused:
+        if existing_batch is None and not refused:
             refused += await self._create(key, uid, batch)
         if not refused:
             return ""
@@ -147,11 +147,11 @@ class SFTReconciler:
         try:
             self._store.batch(await self._api.create(BATCH_JOB, batch))
         except Conflict:
-            there = await self._api.get(BATCH_JOB, batch["metadata"]["name"], key.namespace)
-            if owner_uid(there) != uid:
+            existing = await self._api.get(BATCH_JOB, batch["metadata"]["name"], key.namespace)
+            if owner_uid(existing) != uid:
                 name = batch["metadata"]["name"]
                 return [f"there is a Job {name} that is not this job's; delete it, or wait until it is deleted"]
-            self._store.batch(there)
+            self._store.batch(existing)
         except Gone:
             raise
         except ApiProblem as error:
@@ -160,26 +160,28 @@ class SFTReconciler:
             return [str(error)]
         return []
 
-    async def _write(self, key: Key, raw: Mapping[str, Any], seen: SFTSnapshot, again: float | None) -> float | None:
+    async def _write(
+        self, key: Key, raw: Mapping[str, Any], snapshot: SFTSnapshot, retry_seconds: float | None
+    ) -> float | None:
         """Observes Job and pods, and writes the status; returns the seconds until the next pass.
 
         Args:
             key: Namespace and name of the job.
             raw: The job object.
-            seen: What was observed so far.
-            again: Seconds until the next pass if the pod neither runs nor has ended.
+            snapshot: What was observed so far.
+            retry_seconds: Seconds until the next pass if the pod neither runs nor has ended.
         """
-        found = self._store.batch_of(key, raw["metadata"]["uid"])
-        batch = None if found is None else batch_of(found)
+        existing_batch = self._store.batch_of(key, raw["metadata"]["uid"])
+        batch = None if existing_batch is None else batch_of(existing_batch)
         pods = [] if batch is None else await self._pods(key, batch.uid)
         not_created = "" if batch is None or pods or batch.outcome else await self._not_created(key)
-        seen = replace(seen, batch=batch, pods=pods, not_created=not_created)
+        snapshot = replace(snapshot, batch=batch, pods=pods, not_created=not_created)
         with self._work_record.on(raw):
-            status = sft_status(raw.get("status", {}), seen)
+            status = sft_status(raw.get("status", {}), snapshot)
         await self._publish(key, raw, status)
         if batch is not None and batch.outcome:
             return None
-        return RUNNING_SECONDS if any(pod.running for pod in pods) else again
+        return RUNNING_SECONDS if any(pod.running for pod in pods) else retry_seconds
 
     async def _pods(self, key: Key, batch: str) -> list[SFTPod]:
         """Pods of the Job with this uid."""
@@ -197,9 +199,9 @@ class SFTReconciler:
                 cause = item.get("message", "")
         return cause
 
-    async def _write_failure(self, key: Key, raw: Mapping[str, Any], why: str, reason: str) -> None:
-        seen = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()), problem=why)
-        await self._publish(key, raw, with_sft_failure(raw.get("status", {}), seen, reason))
+    async def _write_failure(self, key: Key, raw: Mapping[str, Any], message: str, reason: str) -> None:
+        snapshot = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()), problem=message)
+        await self._publish(key, raw, with_sft_failure(raw.get("status", {}), snapshot, reason))
 
     async def _publish(self, key: Key, raw: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         """Writes the status if it differs, and events for what has changed in it."""
@@ -207,12 +209,12 @@ class SFTReconciler:
         if after == before:
             return
         try:
-            made = await self._api.apply_status(
+            updated_job = await self._api.apply_status(
                 key.namespace, key.name, int(metadata["resourceVersion"]), after, kind=SFT_JOB
             )
         except (Gone, Conflict):
             return  # deleted or changed meanwhile: its watch event causes another pass
-        self._store.job(made)
+        self._store.job(updated_job)
         await self._events.publish(key, metadata["uid"], before, after, kind=SFT_JOB)
 
 
@@ -223,15 +225,15 @@ async def list_sft(api: Api, store: SFTStore, namespaces: Sequence[str]) -> set[
     Raises:
         ApiProblem: The API server does not answer.
     """
-    known, present, missed = store.known(), set[str](), set[Key]()
+    known_uids, present_uids, missed = store.known(), set[str](), set[Key]()
     for namespace in namespaces or (None,):
         for kind, labels, take in ((SFT_JOB, "", store.job), (BATCH_JOB, SFT_LABEL, store.batch)):
             marks = [mark async for mark in api.marks(kind, namespace, labels=labels)]
-            present.update(mark.uid for mark in marks)
+            present_uids.update(mark.uid for mark in marks)
             if all(store.version(mark.uid) >= mark.version for mark in marks):
                 continue  # whole objects are listed only where one is newer
             async for item in api.list(kind, namespace, labels=labels):
                 key = take(item)
                 if key is not None:
                     missed.add(key)
-    return missed | set(store.forget(known - present))
+    return missed | set(store.forget(known_uids - present_uids))

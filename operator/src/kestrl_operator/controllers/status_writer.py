@@ -42,22 +42,24 @@ class StatusWriter:
         after, now = without_empties(status), asyncio.get_running_loop().time()
         if after == snapshot.status:
             return None
-        left = state.numbers_due - now
-        if left > 0 and states_in(after) == states_in(snapshot.status):
-            return left
+        seconds_left = state.numbers_due - now
+        if seconds_left > 0 and states_in(after) == states_in(snapshot.status):
+            return seconds_left
         if not await self.write(state.key, snapshot, status):
             return CONFLICT_RECHECK_SECONDS
         state.numbers_due = now + NUMBERS_SECONDS
         return None
 
-    async def write_failure(self, key: Key, raw: Mapping[str, Any], why: str, reason: str = "OperatorFailed") -> None:
+    async def write_failure(
+        self, key: Key, raw: Mapping[str, Any], message: str, reason: str = "OperatorFailed"
+    ) -> None:
         """Writes a failure into condition Ready, beside what was observed before.
 
         Raises:
             ApiProblem: The API server refuses that as well.
         """
         metadata, before = raw["metadata"], raw.get("status", {})
-        status = with_failure(before, why, generation=metadata.get("generation", 0), now=time(), reason=reason)
+        status = with_failure(before, message, generation=metadata.get("generation", 0), now=time(), reason=reason)
         await self._write(key, metadata["uid"], before, without_empties(status))
 
     async def job_exists(self, key: Key, snapshot: Snapshot) -> bool:

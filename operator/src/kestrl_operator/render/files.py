@@ -49,11 +49,11 @@ def claims(spec: JobSpec, role: Role, cluster: Cluster) -> Object:
         return {}
     of_learner = role is Role.LEARNER
     size = cluster.learner_state.size if of_learner else f"{spec.data.files_gib}Gi"
-    wanted: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    claim_spec: Object = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     if cluster.learner_state.storage_class is not None:
-        wanted["storageClassName"] = cluster.learner_state.storage_class
+        claim_spec["storageClassName"] = cluster.learner_state.storage_class
     return {
-        "volumeClaimTemplates": [{"metadata": {"name": "state" if of_learner else VOLUME}, "spec": wanted}],
+        "volumeClaimTemplates": [{"metadata": {"name": "state" if of_learner else VOLUME}, "spec": claim_spec}],
         "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"},
     }
 
@@ -64,10 +64,10 @@ def with_files(template: Object, job: str, role: Role) -> Object:
     spec: Object = dict(template["spec"])
     mounted = {"name": VOLUME, "mountPath": FILES, **({} if fetches else {"readOnly": True})}
     for kind in ("initContainers", "containers"):
-        spec[kind] = [{**each, "volumeMounts": [*each["volumeMounts"], mounted]} for each in spec[kind]]
+        spec[kind] = [{**container, "volumeMounts": [*container["volumeMounts"], mounted]} for container in spec[kind]]
     if not fetches:
-        held = {"claimName": f"{VOLUME}-{workload(job, Role.FILES)}-0", "readOnly": True}
-        spec["volumes"] = [*spec["volumes"], {"name": VOLUME, "persistentVolumeClaim": held}]
+        claim_source = {"claimName": f"{VOLUME}-{workload(job, Role.FILES)}-0", "readOnly": True}
+        spec["volumes"] = [*spec["volumes"], {"name": VOLUME, "persistentVolumeClaim": claim_source}]
     other = Role.TOOLS if fetches else Role.FILES
     term = {"labelSelector": {"matchLabels": network.selector(job, other)}, "topologyKey": NODE}
     affinity: Object = dict(spec.get("affinity") or {})

@@ -31,9 +31,9 @@ def with_identity(template: Object, account: ServiceAccount, users: Sequence[str
     """
     metadata, spec = dict(template["metadata"]), dict(template["spec"])
     metadata["labels"] = {**account.pod_labels, **metadata.get("labels", {})}
-    others = [item["name"] for item in spec["containers"] if item["name"] not in users]
-    if others:
-        skipped = {name: separator.join(others) for name, separator in SKIPPED.items()}
+    skipping = [item["name"] for item in spec["containers"] if item["name"] not in users]
+    if skipping:
+        skipped = {name: separator.join(skipping) for name, separator in SKIPPED.items()}
         metadata["annotations"] = {**metadata.get("annotations", {}), **skipped}
     return {"metadata": metadata, "spec": {**spec, "serviceAccountName": account.name}}
 

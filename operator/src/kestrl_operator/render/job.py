@@ -142,46 +142,46 @@ SANDBOXED = frozenset({Role.TOOLS, Role.AGENT})
 """Roles that run the code of others, under a RuntimeClass if the job or the cluster names one."""
 
 
-def render(given: Given) -> list[Object]:
+def render(inputs: Given) -> list[Object]:
     """Every object of the job, with owner and labels; the learner's StatefulSet last, with the digest of all.
 
     Raises:
         UserInputError: A patch of the manifest changes a field that jobs must not change.
     """
-    settings = all_settings(given)
+    settings = all_settings(inputs)
     objects: list[Object] = [
-        _object(given, "v1", "Secret", credentials(given.name), type="Opaque", stringData=dict(given.secrets)),
-        _object(given, "v1", "ConfigMap", settings_map(given.name), data=settings),
+        _object(inputs, "v1", "Secret", credentials(inputs.name), type="Opaque", stringData=dict(inputs.secrets)),
+        _object(inputs, "v1", "ConfigMap", settings_map(inputs.name), data=settings),
         # It has no rights, and its token is not mounted.
-        _object(given, "v1", "ServiceAccount", account(given.name), automountServiceAccountToken=False),
+        _object(inputs, "v1", "ServiceAccount", account(inputs.name), automountServiceAccountToken=False),
     ]
-    if given.cluster.network_policies:
+    if inputs.cluster.network_policies:
         # Before any pod, so that no pod ever runs without its policy.
         objects += [
-            _object(given, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
+            _object(inputs, "networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
             for name, spec in network.policies(
-                given.name,
-                given.job.spec,
-                given.cluster.egress_ports,
-                given.cluster.api_server,
-                given.cluster.engine_metrics_from,
-                {role: metadata_egress(given.identity) for role in given.roles if uses_storage(given.job, role)},
+                inputs.name,
+                inputs.job.spec,
+                inputs.cluster.egress_ports,
+                inputs.cluster.api_server,
+                inputs.cluster.engine_metrics_from,
+                {role: metadata_egress(inputs.identity) for role in inputs.roles if uses_storage(inputs.job, role)},
             )
         ]
-    for role in given.roles:
-        objects += _of_role(given, role)
-    for role in given.roles:
-        objects.append(_workload(given, role, settings))
-    kept = {
-        ATTEMPTS: str(given.attempts),
-        RESTARTS: str(given.restarts),
-        FORGIVEN: str(given.forgiven),
-        STORAGE: given.storage,
-        STATE: given.cluster.learner_state.model_dump_json(exclude_none=True),
-        ACCEPTED: given.accepted,
+    for role in inputs.roles:
+        objects += _of_role(inputs, role)
+    for role in inputs.roles:
+        objects.append(_workload(inputs, role, settings))
+    annotations = {
+        ATTEMPTS: str(inputs.attempts),
+        RESTARTS: str(inputs.restarts),
+        FORGIVEN: str(inputs.forgiven),
+        STORAGE: inputs.storage,
+        STATE: inputs.cluster.learner_state.model_dump_json(exclude_none=True),
+        ACCEPTED: inputs.accepted,
     }
-    objects[-1]["metadata"]["annotations"] = kept
-    objects[-1]["metadata"]["annotations"] = {**kept, RENDERED: digest(objects)}
+    objects[-1]["metadata"]["annotations"] = annotations
+    objects[-1]["metadata"]["annotations"] = {**annotations, RENDERED: digest(objects)}
     return objects
 
 
@@ -190,17 +190,17 @@ def digest(objects: Sequence[Object]) -> str:
     return hashlib.sha256(json.dumps(objects, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def all_settings(given: Given) -> dict[str, str]:
+def all_settings(inputs: Given) -> dict[str, str]:
     """Every file of the ConfigMap: the settings of each role, which its replicas share, and of the preparation in each
     pod.
     """
     files: dict[str, str] = {}
-    for component in given.components:
+    for component in inputs.components:
         if component.settings is not None:
             files[f"{component.role}.json"] = component.settings.model_dump_json(indent=2)
-    for role in given.roles:
+    for role in inputs.roles:
         if role is not Role.JUDGE:
-            files[f"prepare-{role}.json"] = preparation(given.job, role).model_dump_json(indent=2)
+            files[f"prepare-{role}.json"] = preparation(inputs.job, role).model_dump_json(indent=2)
     return files
 
 
@@ -217,7 +217,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         for name, item in sets.items()
         if item is not None
     )
-    near = tuple(source for source in data if urlparse(source.uri).scheme not in OBJECT_SCHEMES)
+    local_sources = tuple(source for source in data if urlparse(source.uri).scheme not in OBJECT_SCHEMES)
     template = spec.agent.template
     if role is Role.AGENT:
         return PrepareSettings(packages=AGENT_PACKAGES, packages_target=PACKAGES)
@@ -226,7 +226,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     return PrepareSettings(
         model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
-        data=data if role is Role.LEARNER else near if role is Role.TOOLS else (),
+        data=data if role is Role.LEARNER else local_sources if role is Role.TOOLS else (),
         data_dir=DATA,
         seed=spec.data.seed,
         template=template.uri if template is not None and role is Role.ROLLOUT else None,
@@ -237,100 +237,102 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     )
 
 
-def _workload(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
-    kind, name = "StatefulSet" if role in STATEFUL else "Deployment", workload(given.name, role)
-    made = _object(given, "apps/v1", kind, name, spec=_workload_spec(given, role, settings))
-    made["metadata"]["labels"] = {**labels(given.name, role), **_queued(given)}
-    return made
+def _workload(inputs: Given, role: Role, settings: Mapping[str, str]) -> Object:
+    kind, name = "StatefulSet" if role in STATEFUL else "Deployment", workload(inputs.name, role)
+    workload_object = _object(inputs, "apps/v1", kind, name, spec=_workload_spec(inputs, role, settings))
+    workload_object["metadata"]["labels"] = {**labels(inputs.name, role), **_queued(inputs)}
+    return workload_object
 
 
-def _queued(given: Given) -> dict[str, str]:
-    return {} if given.queue is None else {QUEUE_LABEL: given.queue}
+def _queued(inputs: Given) -> dict[str, str]:
+    return {} if inputs.queue is None else {QUEUE_LABEL: inputs.queue}
 
 
-def _of_role(given: Given, role: Role) -> Iterator[Object]:
-    name = workload(given.name, role)
-    several = replicas(given.job.spec, {})[role] > 1
-    yield _object(given, "v1", "Service", name, spec=network.service(given.name, role, sticky=several))
+def _of_role(inputs: Given, role: Role) -> Iterator[Object]:
+    name = workload(inputs.name, role)
+    several = replicas(inputs.job.spec, {})[role] > 1
+    yield _object(inputs, "v1", "Service", name, spec=network.service(inputs.name, role, sticky=several))
     # For a role with one pod, a budget would block a node's drain forever, or have no effect.
     if role in {Role.INFERENCE, Role.ROLLOUT, Role.AGENT} or (role is Role.TOOLS and several):
         budget = {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a pod that loads or crashes does not block a node's drain
-            "selector": {"matchLabels": network.selector(given.name, role)},
+            "selector": {"matchLabels": network.selector(inputs.name, role)},
         }
-        yield _object(given, "policy/v1", "PodDisruptionBudget", name, spec=budget)
+        yield _object(inputs, "policy/v1", "PodDisruptionBudget", name, spec=budget)
 
 
-def _workload_spec(given: Given, role: Role, settings: Mapping[str, str]) -> Object:
-    profile, selector = given.profile(role), network.selector(given.name, role)
-    mounted = claims_of(given.job, role)
-    parts = [component for kind in _inside(role) for component in given.of(kind)[:1]]
-    containers = [with_drain(_container(given, part, mounted), part, given.job.spec) for part in parts]
-    read = {name: settings[name] for name in (f"{role}.json", f"prepare-{role}.json") if name in settings}
+def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Object:
+    profile, selector = inputs.profile(role), network.selector(inputs.name, role)
+    mounted = claims_of(inputs.job, role)
+    parts = [component for kind in _inside(role) for component in inputs.of(kind)[:1]]
+    containers = [with_drain(_container(inputs, part, mounted), part, inputs.job.spec) for part in parts]
+    files = {name: settings[name] for name in (f"{role}.json", f"prepare-{role}.json") if name in settings}
     pods = template(
-        given.name,
+        inputs.name,
         role,
         containers,
-        cluster=given.cluster,
+        cluster=inputs.cluster,
         profile=profile,
-        labels={**labels(given.name, role), **selector, UID_LABEL: given.uid},
-        annotations=_annotations(given, role, read),
-        store=given.store if role in network.EGRESS_ROLES else None,
+        labels={**labels(inputs.name, role), **selector, UID_LABEL: inputs.uid},
+        annotations=_annotations(inputs, role, files),
+        store=inputs.store if role in network.EGRESS_ROLES else None,
         claims=mounted,
         entries={name: entry for part in parts for name, entry in part.user_secrets.items()},
-        runtime_class=runtime_class_of(given.job, role, given.cluster) if role in SANDBOXED else profile.runtime_class,
-        preparing_image=given.image(Role.ROLLOUT if role is Role.AGENT else role),
-        claims_sandboxes=role is Role.TOOLS and sandbox_claim(given.job.spec) is not None,
-        grace=grace_seconds(given.job.spec, role),
+        runtime_class=runtime_class_of(inputs.job, role, inputs.cluster)
+        if role in SANDBOXED
+        else profile.runtime_class,
+        preparing_image=inputs.image(Role.ROLLOUT if role is Role.AGENT else role),
+        claims_sandboxes=role is Role.TOOLS and sandbox_claim(inputs.job.spec) is not None,
+        grace=grace_seconds(inputs.job.spec, role),
     )
-    environment = given.job.spec.environment
+    environment = inputs.job.spec.environment
     if role is Role.TOOLS and environment is not None:
-        pods = with_environment(pods, environment, given.cluster)
-    if role in {Role.FILES, Role.TOOLS} and given.job.spec.data.files:
-        pods = with_files(pods, given.name, role)
-    if given.identity is not None and uses_storage(given.job, role):
+        pods = with_environment(pods, environment, inputs.cluster)
+    if role in {Role.FILES, Role.TOOLS} and inputs.job.spec.data.files:
+        pods = with_files(pods, inputs.name, role)
+    if inputs.identity is not None and uses_storage(inputs.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
-        pods = with_identity(pods, given.identity, users)
-    defaulted = with_pod_defaults(pods, given.cluster.pod_defaults)
+        pods = with_identity(pods, inputs.identity, users)
+    defaulted = with_pod_defaults(pods, inputs.cluster.pod_defaults)
     spec: Object = {
-        **_replicas(given, role),
+        **_replicas(inputs, role),
         "selector": {"matchLabels": selector},
-        "template": within_limits(patched(defaulted, _patches(given.job, role))),
+        "template": within_limits(patched(defaulted, _patches(inputs.job, role))),
     }
     if role in STATEFUL:
-        spec |= {"serviceName": workload(given.name, role), "podManagementPolicy": "Parallel"}
-    spec |= claims(given.job.spec, role, given.cluster)
+        spec |= {"serviceName": workload(inputs.name, role), "podManagementPolicy": "Parallel"}
+    spec |= claims(inputs.job.spec, role, inputs.cluster)
     return spec
 
 
-def _container(given: Given, part: Component, mounted: Sequence[str]) -> Object:
-    profile = given.cluster.profile("cpu") if part.role is Role.INFERENCE else given.profile(part.role)
-    return container(given.name, part, given.image(part.role), given.cluster, profile, given.store, mounted)
+def _container(inputs: Given, part: Component, mounted: Sequence[str]) -> Object:
+    profile = inputs.cluster.profile("cpu") if part.role is Role.INFERENCE else inputs.profile(part.role)
+    return container(inputs.name, part, inputs.image(part.role), inputs.cluster, profile, inputs.store, mounted)
 
 
 def uses_storage(job: AgentRLJob, role: Role) -> bool:
     """Whether a program in the pods of a role reads or writes object storage: its own, or `prepare` before it."""
-    read = (address.scheme for address in _addresses(preparation(job, role)))
-    return role in STORAGE_ROLES or any(scheme in OBJECT_SCHEMES for scheme in read)
+    schemes = (address.scheme for address in _addresses(preparation(job, role)))
+    return role in STORAGE_ROLES or any(scheme in OBJECT_SCHEMES for scheme in schemes)
 
 
-def _replicas(given: Given, role: Role) -> Object:
+def _replicas(inputs: Given, role: Role) -> Object:
     """The number of a role's pods; nothing where others move it."""
-    if given.parked:
+    if inputs.parked:
         return {"replicas": 0}
-    moved = role is Role.INFERENCE and engines_moved(given.job.spec)
-    return {} if moved else {"replicas": replicas(given.job.spec, {})[role]}
+    moved = role is Role.INFERENCE and engines_moved(inputs.job.spec)
+    return {} if moved else {"replicas": replicas(inputs.job.spec, {})[role]}
 
 
-def _annotations(given: Given, role: Role, read: Mapping[str, str]) -> dict[str, str]:
+def _annotations(inputs: Given, role: Role, files: Mapping[str, str]) -> dict[str, str]:
     """The annotations that roll the pods of a role: digests of what they read, restarts of the job, and attempts of the
     learner.
     """
-    made = {SETTINGS_DIGEST: checksum(read), RESTARTS: str(given.restarts)}
+    annotations = {SETTINGS_DIGEST: checksum(files), RESTARTS: str(inputs.restarts)}
     if role is not Role.AGENT:  # its pods hold no credential
-        made[CREDENTIALS_DIGEST] = checksum(given.secrets)
-    return {**made, ATTEMPTS: str(given.attempts)} if role is Role.LEARNER else made
+        annotations[CREDENTIALS_DIGEST] = checksum(inputs.secrets)
+    return {**annotations, ATTEMPTS: str(inputs.attempts)} if role is Role.LEARNER else annotations
 
 
 def _patches(job: AgentRLJob, role: Role) -> list[PodPatch]:
@@ -372,9 +374,9 @@ def labels(job: str, role: Role | None = None) -> dict[str, str]:
     return common if role is None else {**common, "app.kubernetes.io/component": str(role)}
 
 
-def _object(given: Given, api: str, kind: str, name: str, **content: object) -> Object:
-    owners = [owner(given.job.kind, given.name, given.uid)]
-    metadata = {"name": name, "namespace": given.namespace, "labels": labels(given.name), "ownerReferences": owners}
+def _object(inputs: Given, api: str, kind: str, name: str, **content: object) -> Object:
+    owners = [owner(inputs.job.kind, inputs.name, inputs.uid)]
+    metadata = {"name": name, "namespace": inputs.namespace, "labels": labels(inputs.name), "ownerReferences": owners}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 

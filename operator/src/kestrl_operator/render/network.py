@@ -105,7 +105,7 @@ def policies(
     """
     everyone = {"matchLabels": {"kestrl.dev/job": job}}
     yield f"{job}-all", {"podSelector": everyone, "policyTypes": ["Ingress", "Egress"]}
-    own = {
+    rules_of_role = {
         Role.JUDGE: [*_judge_egress(job, spec, far_ports)],
         Role.TOOLS: [
             *_servers([*tool_servers(spec), *environment_servers(spec)], far_ports),
@@ -114,10 +114,10 @@ def policies(
         Role.ROLLOUT: [*_servers(agent_servers(spec.agent), far_ports)],
         Role.AGENT: [*_gateway_egress(job)],
     }
-    there = roles_of(spec)
-    for role in there:
+    roles = roles_of(spec)
+    for role in roles:
         callers = CALLERS[role]
-        called = [callee for callee in there if role in CALLERS[callee]]
+        called = [callee for callee in roles if role in CALLERS[callee]]
         yield (
             workload(job, role),
             {
@@ -132,7 +132,7 @@ def policies(
                 ],
                 "egress": [
                     *_egress(job, role, called, far_ports),
-                    *own.get(role, []),
+                    *rules_of_role.get(role, []),
                     *of_identity.get(role, []),
                     *_ranks(job, role, spec, "to"),
                 ],
@@ -201,9 +201,9 @@ def _servers(servers: Sequence[RemoteServer], far_ports: Sequence[int]) -> Itera
                 "jobs.egressPorts"
             )
         name = server.namespace
-        near = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+        selector = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
         far = {"ipBlock": {"cidr": "0.0.0.0/0", "except": list(METADATA)}}
-        yield {"to": [far if name is None else near], "ports": [{"port": server.port, "protocol": "TCP"}]}
+        yield {"to": [far if name is None else selector], "ports": [{"port": server.port, "protocol": "TCP"}]}
 
 
 def _claims_egress(spec: JobSpec, api_server: ApiServer) -> Iterator[Object]:

@@ -134,33 +134,33 @@ def _map(parent: Mapping[str, Any], field: str, place: str) -> Mapping[str, Any]
 
 
 def _merged(base: Object, change: Mapping[str, Any], place: str) -> Object:
-    made = dict(base)
+    fields = dict(base)
     for name, value in change.items():
-        old, here = made.get(name), f"{place}.{name}"
+        old, field = fields.get(name), f"{place}.{name}"
         if name.startswith("$"):
-            raise UserInputError(f"{here}: is not supported; use `$patch: delete` to remove an item of a list")
+            raise UserInputError(f"{field}: is not supported; use `$patch: delete` to remove an item of a list")
         if value is None:
-            made.pop(name, None)
+            fields.pop(name, None)
         elif isinstance(value, Mapping):
             within = cast("Object", old) if isinstance(old, dict) else {}
-            made[name] = _merged(within, cast("Mapping[str, Any]", value), here)
+            fields[name] = _merged(within, cast("Mapping[str, Any]", value), field)
         elif name in MERGE_KEYS and isinstance(value, list):
             within = cast("list[Object]", old) if isinstance(old, list) else []
-            made[name] = _merged_list(within, cast("list[object]", value), MERGE_KEYS[name], here)
+            fields[name] = _merged_list(within, cast("list[object]", value), MERGE_KEYS[name], field)
         else:
-            made[name] = value
-    return made
+            fields[name] = value
+    return fields
 
 
 def _merged_list(base: Sequence[Object], change: Sequence[object], key: str, place: str) -> list[Object]:
-    made: dict[object, Object | None] = {item.get(key): item for item in base}
-    for index, given in enumerate(change):
-        item = cast("Object", given) if isinstance(given, dict) else {}
+    items_by_name: dict[object, Object | None] = {item.get(key): item for item in base}
+    for index, element in enumerate(change):
+        item = cast("Object", element) if isinstance(element, dict) else {}
         name: object = item.get(key)
         if not isinstance(name, str | int):
             raise UserInputError(f"{place}[{index}]: must be a map with {key}, the merge key")
         if item.get("$patch") == "delete":
-            made[name] = None  # keeps its position for a replacement
+            items_by_name[name] = None  # keeps its position for a replacement
         else:
-            made[name] = _merged(made.get(name) or {}, item, f"{place}[{index}]")
-    return [item for item in made.values() if item is not None]
+            items_by_name[name] = _merged(items_by_name.get(name) or {}, item, f"{place}[{index}]")
+    return [item for item in items_by_name.values() if item is not None]

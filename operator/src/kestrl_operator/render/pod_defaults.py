@@ -26,7 +26,7 @@ def with_pod_defaults(template: Object, defaults: PodDefaults) -> Object:
     if defaults.node_selector:
         spec["nodeSelector"] = {**defaults.node_selector, **spec.get("nodeSelector", {})}
     if defaults.tolerations:
-        spec["tolerations"] = [*spec.get("tolerations", []), *(dict(each) for each in defaults.tolerations)]
+        spec["tolerations"] = [*spec.get("tolerations", []), *(dict(toleration) for toleration in defaults.tolerations)]
     if defaults.priority_class_name is not None:
         spec["priorityClassName"] = defaults.priority_class_name
     for field in ("initContainers", "containers"):
@@ -43,11 +43,11 @@ def _is_for(variable: Variable, container: str) -> bool:
 
 
 def _with_variables(container: Object, defaults: PodDefaults) -> Object:
-    own: Sequence[Object] = container.get("env", [])
-    names = {variable["name"] for variable in own}
+    variables: Sequence[Object] = container.get("env", [])
+    names = {variable["name"] for variable in variables}
     added = [
         variable.as_kubernetes()
         for variable in defaults.env
         if variable.name not in names and _is_for(variable, container["name"])
     ]
-    return {**container, "env": [*own, *added]} if added else container
+    return {**container, "env": [*variables, *added]} if added else container

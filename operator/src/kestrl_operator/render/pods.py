@@ -87,7 +87,7 @@ def container(
         claims: Volumes with models or data that it finds links into.
     """
     ports = [{"name": name, "containerPort": port} for name, port in component.ports.items()]
-    made: Object = {
+    spec: Object = {
         "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
@@ -101,11 +101,11 @@ def container(
         **probes(component),
     }
     if component.role in STORAGE_ROLES:
-        made = with_storage(made, store)
+        spec = with_storage(spec, store)
     if component.user_secrets:
-        made = with_user_secrets(made)
+        spec = with_user_secrets(spec)
     devices = profile.requests(component.device.count)
-    return {**made, "resources": resources_of(program(component.role).value, cluster, devices)}
+    return {**spec, "resources": resources_of(program(component.role).value, cluster, devices)}
 
 
 def _command(component: Component) -> list[str]:
@@ -216,15 +216,15 @@ def probes(component: Component) -> Object:
     ready = component.ready
     if ready is None:
         return {}
-    asked: Object = (
+    handler: Object = (
         {"grpc": {"port": ready.port}}
         if ready.http_path is None
         else {"httpGet": {"port": ready.port, "path": ready.http_path}}
     )
     return {
-        "startupProbe": {**asked, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": START_SECONDS // 5},
-        "readinessProbe": {**asked, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2},
-        "livenessProbe": {**asked, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
+        "startupProbe": {**handler, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": START_SECONDS // 5},
+        "readinessProbe": {**handler, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2},
+        "livenessProbe": {**handler, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
     }
 
 
@@ -235,16 +235,18 @@ def claimed(claims: Sequence[str]) -> list[Object]:
 
 def mounts(role: Role, profile: Profile) -> list[Object]:
     """The mounts of a container."""
-    others = role is Role.AGENT  # what the init container has put there is not the user's to change
-    inside = [("settings", SETTINGS, True), ("home", HOME, others), ("tmp", "/tmp", False)]  # noqa: S108
+    read_only = role is Role.AGENT  # what the init container has put there is not the user's to change
+    inside = [("settings", SETTINGS, True), ("home", HOME, read_only), ("tmp", "/tmp", False)]  # noqa: S108
     if role in {Role.ENGINE, Role.INFERENCE}:
         inside.append(("work", WORK, False))
     if role is Role.LEARNER:
         inside.append(("state", STATE, False))
-    listed: list[Object] = [
+    volume_mounts: list[Object] = [
         {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
     ]
-    return [*listed, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER, Role.RANKS} else listed
+    return (
+        [*volume_mounts, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER, Role.RANKS} else volume_mounts
+    )
 
 
 def device_mounts(profile: Profile) -> list[Object]:
@@ -261,16 +263,16 @@ def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> li
     """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
     files = [{"key": file, "path": file} for file in (f"{role}.json", f"prepare-{role}.json")]
     readable: Object = {"items": files} if role is Role.AGENT else {}  # not what others of the job are configured with
-    listed: list[Object] = [
+    pod_volumes: list[Object] = [
         {"name": "settings", "configMap": {"name": settings_map(job), **readable}},
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
     ]
     if role is Role.INFERENCE:
-        listed.append({"name": "work", "emptyDir": {}})
+        pod_volumes.append({"name": "work", "emptyDir": {}})
     if role in {Role.INFERENCE, Role.LEARNER, Role.RANKS}:
-        listed += device_volumes(profile)
-    return [*listed, *claim_volumes(claims)]
+        pod_volumes += device_volumes(profile)
+    return [*pod_volumes, *claim_volumes(claims)]
 
 
 def device_volumes(profile: Profile) -> list[Object]:

@@ -44,10 +44,10 @@ def resources_of(name: str, cluster: Cluster, devices: Mapping[str, str] | None 
     limits: Mapping[str, Any] = configured.get("limits", {})
     defaults = {resource: amount for resource, amount in DEFAULTS[name].items() if resource not in limits}
     extended = devices or {}
-    made: Object = {**configured, "requests": {**defaults, **configured.get("requests", {}), **extended}}
-    if not made["requests"]:
-        del made["requests"]
-    return {**made, "limits": {**limits, **extended}} if limits or extended else made
+    requirements: Object = {**configured, "requests": {**defaults, **configured.get("requests", {}), **extended}}
+    if not requirements["requests"]:
+        del requirements["requests"]
+    return {**requirements, "limits": {**limits, **extended}} if limits or extended else requirements
 
 
 def within_limits(template: Object) -> Object:

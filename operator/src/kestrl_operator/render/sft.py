@@ -83,32 +83,32 @@ def support_name(job: str) -> str:
     return f"{job}-{SFT_KIND.lower()}"
 
 
-def render_sft(given: SFTGiven) -> list[Object]:
+def render_sft(inputs: SFTGiven) -> list[Object]:
     """Every object of the job, with owner and labels; the Job last.
 
     Raises:
         UserInputError: The manifest asks for devices that do not fit each other, or that this cluster has no image for.
     """
-    profile = profile_of(given.job, given.cluster)
+    profile = profile_of(inputs.job, inputs.cluster)
     settings = {
-        "sft.json": _settings(given, profile).model_dump_json(indent=2),
-        "prepare-sft.json": preparation(given.job).model_dump_json(indent=2),
+        "sft.json": _settings(inputs, profile).model_dump_json(indent=2),
+        "prepare-sft.json": preparation(inputs.job).model_dump_json(indent=2),
     }
     objects = [
-        _object(given, "v1", "ConfigMap", support_name(given.name), data=settings),
-        _object(given, "v1", "ServiceAccount", support_name(given.name), automountServiceAccountToken=False),
+        _object(inputs, "v1", "ConfigMap", support_name(inputs.name), data=settings),
+        _object(inputs, "v1", "ServiceAccount", support_name(inputs.name), automountServiceAccountToken=False),
     ]
-    if given.cluster.network_policies:
+    if inputs.cluster.network_policies:
         policy: Object = {
-            "podSelector": {"matchLabels": {SFT_LABEL: given.name}},
+            "podSelector": {"matchLabels": {SFT_LABEL: inputs.name}},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [],
-            "egress": [*outside(given.cluster.egress_ports), *metadata_egress(given.identity)],
+            "egress": [*outside(inputs.cluster.egress_ports), *metadata_egress(inputs.identity)],
         }
-        objects.append(_object(given, "networking.k8s.io/v1", "NetworkPolicy", batch_name(given.name), spec=policy))
-    made = _object(given, "batch/v1", "Job", batch_name(given.name), spec=_batch_spec(given, profile))
-    made["metadata"]["annotations"] = {STORAGE: given.storage}
-    return [*objects, made]
+        objects.append(_object(inputs, "networking.k8s.io/v1", "NetworkPolicy", batch_name(inputs.name), spec=policy))
+    batch = _object(inputs, "batch/v1", "Job", batch_name(inputs.name), spec=_batch_spec(inputs, profile))
+    batch["metadata"]["annotations"] = {STORAGE: inputs.storage}
+    return [*objects, batch]
 
 
 def accelerator_of(job: SFTJob) -> Accelerator:
@@ -134,10 +134,10 @@ def profile_of(job: SFTJob, cluster: Cluster) -> Profile:
             f"spec.learner.device is {device!r}; make them the same"
         )
     if profile.image not in cluster.images.learner:
-        there = ", ".join(sorted(cluster.images.learner))
+        images = ", ".join(sorted(cluster.images.learner))
         raise UserInputError(
             f"spec.learner.device: this cluster has no image for {profile.image!r} (the chart's "
-            f"jobs.images.learner.{profile.image}); there are: {there}"
+            f"jobs.images.learner.{profile.image}); there are: {images}"
         )
     return profile
 
@@ -162,30 +162,30 @@ def preparation(job: SFTJob) -> PrepareSettings:
     )
 
 
-def _settings(given: SFTGiven, profile: Profile) -> SFTSettings:
-    spec = given.job.spec
+def _settings(inputs: SFTGiven, profile: Profile) -> SFTSettings:
+    spec = inputs.job.spec
 
     def file_of(name: str, data: Conversations | None) -> str | None:
         return None if data is None or data.uri is None else prepared(name, data.uri)
 
-    made = sft_settings(
-        given.job,
+    settings = sft_settings(
+        inputs.job,
         model=MODEL,
         train=file_of("train", spec.data.train),
         validation=file_of("validation", spec.data.validation),
         template=None if spec.template is None else f"{DATA}/template.jinja",
-        storage=given.run,
+        storage=inputs.run,
     )
-    return made.model_copy(update={"device": profile.device})  # a pod sees its own devices only
+    return settings.model_copy(update={"device": profile.device})  # a pod sees its own devices only
 
 
-def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
+def _batch_spec(inputs: SFTGiven, profile: Profile) -> Object:
     pods: Object = {
-        "metadata": {"labels": {**_labels(given.name), UID_LABEL: given.uid, **profile.labels}},
-        "spec": _pod(given, profile),
+        "metadata": {"labels": {**_labels(inputs.name), UID_LABEL: inputs.uid, **profile.labels}},
+        "spec": _pod(inputs, profile),
     }
-    if given.identity is not None:
-        pods = with_identity(pods, given.identity, [CONTAINER])
+    if inputs.identity is not None:
+        pods = with_identity(pods, inputs.identity, [CONTAINER])
     stopped = {"operator": "In", "values": list(STOPPED)}
     refused = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_INPUT]}
     return {
@@ -199,41 +199,41 @@ def _batch_spec(given: SFTGiven, profile: Profile) -> Object:
         },
         # No second pod writes into the storage before the first has ended.
         "podReplacementPolicy": "Failed",
-        "template": with_pod_defaults(pods, given.cluster.pod_defaults),
+        "template": with_pod_defaults(pods, inputs.cluster.pod_defaults),
     }
 
 
-def _pod(given: SFTGiven, profile: Profile) -> Object:
-    cluster, image = given.cluster, given.cluster.images.learner[profile.image]
-    claims = claims_in(preparation(given.job))
+def _pod(inputs: SFTGiven, profile: Profile) -> Object:
+    cluster, image = inputs.cluster, inputs.cluster.images.learner[profile.image]
+    claims = claims_in(preparation(inputs.job))
     spec: Object = {
         "restartPolicy": "Never",
-        "serviceAccountName": support_name(given.name),
+        "serviceAccountName": support_name(inputs.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": pod_security(profile),
         "terminationGracePeriodSeconds": GRACE_SECONDS,
-        "initContainers": [preparing(image, "sft", cluster, given.secret, claims)],
-        "containers": [_container(given, image, profile, claims)],
+        "initContainers": [preparing(image, "sft", cluster, inputs.secret, claims)],
+        "containers": [_container(inputs, image, profile, claims)],
         "volumes": [
-            {"name": "settings", "configMap": {"name": support_name(given.name)}},
+            {"name": "settings", "configMap": {"name": support_name(inputs.name)}},
             {"name": "home", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             *device_volumes(profile),
             *claim_volumes(claims),
-            *storage_volumes(given.secret),
+            *storage_volumes(inputs.secret),
         ],
         **placement(cluster, profile),
     }
     return spec if profile.runtime_class is None else {**spec, "runtimeClassName": profile.runtime_class}
 
 
-def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str]) -> Object:
+def _container(inputs: SFTGiven, image: str, profile: Profile, claims: list[str]) -> Object:
     plain: Mapping[str, str] = {**TORCH_DEFAULTS, "HOME": "/tmp"}  # noqa: S108
-    made: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "name": CONTAINER,
         "image": image,
-        "imagePullPolicy": given.cluster.images.pull_policy,
+        "imagePullPolicy": inputs.cluster.images.pull_policy,
         "command": [*profile.entrypoint, "python", "-m", "kestrl_learner.sft"],
         "args": ["--settings", f"{SETTINGS}/sft.json", "--result", RESULT],
         "env": [*({"name": name, "value": value} for name, value in plain.items()), *profile.environment()],
@@ -248,8 +248,8 @@ def _container(given: SFTGiven, image: str, profile: Profile, claims: list[str])
         "terminationMessagePath": RESULT,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    devices = profile.requests(accelerator_of(given.job).count)
-    return {**with_storage(made, given.secret), "resources": resources_of("learner", given.cluster, devices)}
+    devices = profile.requests(accelerator_of(inputs.job).count)
+    return {**with_storage(spec, inputs.secret), "resources": resources_of("learner", inputs.cluster, devices)}
 
 
 def _labels(job: str) -> dict[str, str]:
@@ -265,11 +265,11 @@ def _labels(job: str) -> dict[str, str]:
     }
 
 
-def _object(given: SFTGiven, api: str, kind: str, name: str, **content: object) -> Object:
+def _object(inputs: SFTGiven, api: str, kind: str, name: str, **content: object) -> Object:
     metadata: Object = {
         "name": name,
-        "namespace": given.namespace,
-        "labels": _labels(given.name),
-        "ownerReferences": [owner(SFT_KIND, given.name, given.uid)],
+        "namespace": inputs.namespace,
+        "labels": _labels(inputs.name),
+        "ownerReferences": [owner(SFT_KIND, inputs.name, inputs.uid)],
     }
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}

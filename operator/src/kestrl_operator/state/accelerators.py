@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl.errors import UserInputError
 
 NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
@@ -24,7 +24,7 @@ Quantity = int | str
 HostPathType = Literal["Directory", "File", "Socket", "CharDevice", "BlockDevice"]
 
 
-class Toleration(Model):
+class Toleration(SettingsModel):
     """A taint that pods of the profile tolerate."""
 
     key: str
@@ -33,7 +33,7 @@ class Toleration(Model):
     value: str | None = None
 
 
-class _Part(Model):
+class _Part(SettingsModel):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
 
@@ -59,10 +59,10 @@ class PodSecurity(_Part):
 
     def changes(self) -> dict[str, Any]:
         """The changed fields of a pod's security context."""
-        made: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True, exclude={"supplemental_groups"})
+        fields: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True, exclude={"supplemental_groups"})
         if self.run_as_user == 0:
-            made["runAsNonRoot"] = False
-        return {**made, "supplementalGroups": list(self.supplemental_groups)} if self.supplemental_groups else made
+            fields["runAsNonRoot"] = False
+        return {**fields, "supplementalGroups": list(self.supplemental_groups)} if self.supplemental_groups else fields
 
 
 class AcrossNodes(_Part):
@@ -113,20 +113,20 @@ class Profile(_Part):
 
     def of_several_pods(self) -> Profile:
         """The profile of a learner whose ranks are in several pods."""
-        more = self.across_nodes
+        additions = self.across_nodes
         return self.model_copy(
             update={
-                "env": {**self.env, **more.env},
-                "more_resources": {**self.more_resources, **more.more_resources},
-                "capabilities": (*self.capabilities, *more.capabilities),
-                "host_mounts": (*self.host_mounts, *more.host_mounts),
+                "env": {**self.env, **additions.env},
+                "more_resources": {**self.more_resources, **additions.more_resources},
+                "capabilities": (*self.capabilities, *additions.capabilities),
+                "host_mounts": (*self.host_mounts, *additions.host_mounts),
             }
         )
 
     def requests(self, count: int) -> dict[str, str]:
         """The resources that a container requests; limits and requests are the same for extended resources."""
-        more = {name: str(amount) for name, amount in self.more_resources.items()}
-        return {} if self.resource is None else {self.resource: str(count), **more}
+        further_resources = {name: str(amount) for name, amount in self.more_resources.items()}
+        return {} if self.resource is None else {self.resource: str(count), **further_resources}
 
     def environment(self) -> list[dict[str, Any]]:
         """The environment variables of the container."""
@@ -162,7 +162,7 @@ FIRST_INTERFACE = "eth0"
 """The interface of a pod's own address, as the kubelet has network plugins name it."""
 
 
-def _ascend(resource: str, *, image: str = "npu", **more: Any) -> Profile:
+def _ascend(resource: str, *, image: str = "npu", **fields: Any) -> Profile:
     """A profile for vllm-ascend 0.23 (vLLM 0.23). Its device plugin sets ASCEND_VISIBLE_DEVICES, unless Volcano
     schedules.
     """
@@ -177,7 +177,7 @@ def _ascend(resource: str, *, image: str = "npu", **more: Any) -> Profile:
         across_nodes=AcrossNodes(
             env={"HCCL_SOCKET_IFNAME": FIRST_INTERFACE}, host_mounts=(HostMount(path="/etc/hccn.conf", type="File"),)
         ),
-        **more,
+        **fields,
     )
 
 
@@ -212,14 +212,14 @@ def profiles(values: Mapping[str, Any]) -> dict[str, Profile]:
     Raises:
         UserInputError: A value is invalid; the message names it.
     """
-    known = dict(BUILT_IN)
+    by_name = dict(BUILT_IN)
     for name, changes in values.items():
-        base = known[name].model_dump(by_alias=True) if name in known else {}
+        base = by_name[name].model_dump(by_alias=True) if name in by_name else {}
         try:
-            known[name] = Profile.model_validate({**base, **changes})
+            by_name[name] = Profile.model_validate({**base, **changes})
         except (ValidationError, TypeError) as error:
             raise UserInputError(f"accelerators.{name}: {_details(error)}") from error
-    return known
+    return by_name
 
 
 def _details(error: ValidationError | TypeError) -> str:
@@ -253,19 +253,19 @@ def unsatisfiable(profile: Profile, count: int, nodes: Sequence[Node]) -> str:
         return ""
     selected = [node for node in nodes if profile.node_selector.items() <= node.labels.items()]
     if not selected:
-        wanted = ", ".join(f"{name}={value}" for name, value in sorted(profile.node_selector.items()))
-        return f"no node has the labels {wanted}" if wanted else "the cluster has no node"
+        labels = ", ".join(f"{name}={value}" for name, value in sorted(profile.node_selector.items()))
+        return f"no node has the labels {labels}" if labels else "the cluster has no node"
     borne = [node for node in selected if all(_bears(profile, taint) for taint in node.taints)]
     if not borne:
         return f"every matching node has a taint that the profile does not tolerate ({_taints(selected)})"
-    most = max((quantity(node.allocatable.get(profile.resource, "0")) for node in borne), default=Fraction(0))
-    if most == 0:
+    largest_count = max((quantity(node.allocatable.get(profile.resource, "0")) for node in borne), default=Fraction(0))
+    if largest_count == 0:
         offered = sorted(
             {name for node in nodes for name, amount in node.allocatable.items() if "/" in name and quantity(amount)}
         )
         return f"no node offers {profile.resource} (available extended resources: {', '.join(offered) or 'none'})"
-    if most < count:
-        return f"no node has {count} of {profile.resource}; the most on one is {int(most)}"
+    if largest_count < count:
+        return f"no node has {count} of {profile.resource}; the most on one is {int(largest_count)}"
     return ""
 
 

@@ -14,8 +14,8 @@ from kestrl._shared.plan.agents import AGENT_PORT
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.servers import METADATA
-from kestrl._shared.plan.settings.common import DNS, Model
-from kestrl._shared.plan.site import Build, Endpoint, EngineService, Site
+from kestrl._shared.plan.settings.common import DNS, SettingsModel
+from kestrl._shared.plan.site import Build, EngineService, ReplicaEndpoint, Site
 from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
@@ -42,7 +42,7 @@ PREPARE = "prepare"
 """Name of the init container that downloads model and data."""
 
 
-class _Values(Model):
+class _Values(SettingsModel):
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_name=True)
 
 
@@ -94,7 +94,7 @@ class MetadataService(_Values):
     @classmethod
     def _is_one(cls, cidr: str) -> str:
         block = ip_network(cidr)
-        if not isinstance(block, IPv4Network) or not any(block.subnet_of(IPv4Network(known)) for known in METADATA):
+        if not isinstance(block, IPv4Network) or not any(block.subnet_of(IPv4Network(network)) for network in METADATA):
             raise ValueError(f"{cidr} is not within {', '.join(METADATA)}; other addresses are those of egressPorts")
         return cidr
 
@@ -217,10 +217,10 @@ class Cluster(_Values):
         Raises:
             UserInputError: There is none; the message lists the existing ones.
         """
-        known = profiles(self.accelerators)
-        if name not in known:
-            raise UserInputError(f"accelerator.profile: {name!r} is not one of {', '.join(sorted(known))}")
-        return known[name]
+        by_name = profiles(self.accelerators)
+        if name not in by_name:
+            raise UserInputError(f"accelerator.profile: {name!r} is not one of {', '.join(sorted(by_name))}")
+        return by_name[name]
 
 
 def read_cluster(values: Mapping[str, Any]) -> Cluster:
@@ -252,7 +252,7 @@ def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role,
     """
     engines = workloads.get(Role.INFERENCE)
     number = spec.inference.replicas.nearest(0 if engines is None else engines.replicas)
-    single = dict.fromkeys((Role.JUDGE, Role.LEARNER), 1)
+    single_pods = dict.fromkeys((Role.JUDGE, Role.LEARNER), 1)
     tools = {Role.TOOLS: 1 if spec.environment is None else spec.environment.replicas}
     ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
     agent = {} if spec.agent.image is None else {Role.AGENT: spec.agent.replicas}
@@ -260,7 +260,7 @@ def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role,
     return {
         Role.INFERENCE: number,
         Role.ROLLOUT: spec.rollout.replicas,
-        **single,
+        **single_pods,
         **tools,
         **ranks,
         **agent,
@@ -290,15 +290,15 @@ def runtime_class_of(job: AgentRLJob, role: Role, cluster: Cluster) -> str | Non
     Raises:
         UserInputError: The job names another one than the administrator has set for all tools.
     """
-    named, set_for_all = runtime_class(job.spec, role), cluster.tools_runtime_class
-    if named is None:
+    job_class, set_for_all = runtime_class(job.spec, role), cluster.tools_runtime_class
+    if job_class is None:
         return set_for_all
-    if set_for_all not in {None, named[0]}:
+    if set_for_all not in {None, job_class[0]}:
         raise UserInputError(
-            f"{named[1]}: is {named[0]}, and this cluster runs all tools under {set_for_all} (the chart's "
+            f"{job_class[1]}: is {job_class[0]}, and this cluster runs all tools under {set_for_all} (the chart's "
             "jobs.toolsRuntimeClass); remove it, or name that one"
         )
-    return named[0]
+    return job_class[0]
 
 
 def storage_of(job: AgentRLJob | SFTJob, cluster: Cluster) -> tuple[str, str | None]:
@@ -334,11 +334,15 @@ def identity_of(job: AgentRLJob | SFTJob, namespace: str, cluster: Cluster) -> S
     name = storage.service_account or (None if storage.uri or storage.secret_ref else cluster.storage.service_account)
     if name is None:
         return None
-    listed = [each for each in cluster.service_accounts if not each.namespaces or namespace in each.namespaces]
-    for account in listed:
+    accounts = [
+        candidate
+        for candidate in cluster.service_accounts
+        if not candidate.namespaces or namespace in candidate.namespaces
+    ]
+    for account in accounts:
         if account.name == name:
             return account
-    allowed = ", ".join(account.name for account in listed) or "none"
+    allowed = ", ".join(account.name for account in accounts) or "none"
     raise UserInputError(
         f"spec.storage.serviceAccount: {name!r} is not one that jobs of namespace {namespace} may name; there are: "
         f"{allowed}. Name one of them, or have the administrator add it to the chart's jobs.serviceAccounts"
@@ -363,14 +367,14 @@ def site_of(
     def service(role: Role) -> str:
         return f"{workload(name, role)}.{namespace}.{cluster.domain}"
 
-    def endpoint(role: Role, index: int) -> Endpoint:
+    def endpoint(role: Role, index: int) -> ReplicaEndpoint:
         by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
         host = f"{workload(name, role)}-{index}.{service(role)}" if by_pod else service(role)
         if role is Role.AGENT:
-            return Endpoint(bind="0.0.0.0", host=host, port=AGENT_PORT)  # noqa: S104 - NetworkPolicy protects it
+            return ReplicaEndpoint(bind="0.0.0.0", host=host, port=AGENT_PORT)  # noqa: S104 - NetworkPolicy protects it
         if role is Role.ENGINE:
-            return Endpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - NetworkPolicy and keys protect it
-        return Endpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above
+            return ReplicaEndpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - NetworkPolicy and keys protect it
+        return ReplicaEndpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above
 
     template = job.spec.agent.template
     validation = job.spec.data.validation
@@ -382,7 +386,7 @@ def site_of(
         train=prepared("train", job.spec.data.train.uri),
         validation=prepared("validation", validation.uri) if validation else None,
         storage=storage,
-        files={each.uri: target for each in job.spec.data.files if (target := placed_file(each.uri)) is not None},
+        files={file.uri: target for file in job.spec.data.files if (target := placed_file(file.uri)) is not None},
         database=f"sqlite:///{STATE}/ledger.db",
         work_dir=WORK,
         engine_python=job.spec.inference.python,

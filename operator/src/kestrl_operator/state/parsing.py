@@ -14,7 +14,7 @@ from kestrl_operator.state.snapshot import (
     OUT_OF_MEMORY,
     RESTARTS,
     UID_LABEL,
-    Ended,
+    ContainerEnd,
     Pod,
     Workload,
     count_of,
@@ -47,9 +47,9 @@ PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 scheduled."""
 
 
-def pod_of(given: Object) -> Pod | None:
+def pod_of(body: Object) -> Pod | None:
     """The pod of a job; None if it does not belong to one."""
-    metadata, spec, status = given["metadata"], given.get("spec", {}), given.get("status", {})
+    metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     role = metadata.get("labels", {}).get("kestrl.dev/role")
     if role not in set(Role):
         return None
@@ -100,7 +100,7 @@ def unstartable(statuses: Iterable[Object]) -> Iterator[str]:
             yield f"{item['name']}: {waiting['reason']}: {waiting.get('message', '')}"
 
 
-def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
+def ended(statuses: Iterable[Object]) -> Iterator[ContainerEnd]:
     """Failed last runs. A container that is ready again is left out, since its restart count covers it. One that ends
     without an error is included if it keeps ending.
     """
@@ -109,9 +109,9 @@ def ended(statuses: Iterable[Object]) -> Iterator[Ended]:
         last = state.get("terminated") or (
             item.get("lastState", {}).get("terminated") if not item.get("ready") else None
         )
-        again = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
-        if last and (last.get("exitCode") or last.get("signal") or again):
-            yield Ended(
+        crash_looping = state.get("waiting", {}).get("reason") == "CrashLoopBackOff"
+        if last and (last.get("exitCode") or last.get("signal") or crash_looping):
+            yield ContainerEnd(
                 container=item["name"],
                 reason=last.get("reason", "Error"),
                 code=last.get("exitCode", 0),
@@ -141,15 +141,15 @@ def termination_message(text: str) -> str:
     return (errors or causes or [""])[-1].removeprefix("error: ")[:500]
 
 
-def workload_of(given: Object) -> Workload | None:
+def workload_of(body: Object) -> Workload | None:
     """The workload of a job; None if it does not belong to one."""
-    metadata = given["metadata"]
+    metadata = body["metadata"]
     role = metadata.get("labels", {}).get("app.kubernetes.io/component")
     if role not in set(Role):
         return None
     return Workload(
         role=Role(role),
-        replicas=given.get("spec", {}).get("replicas", 1),
+        replicas=body.get("spec", {}).get("replicas", 1),
         applied_replicas=any(map(_applies_replicas, metadata.get("managedFields", ()))),
         annotations={
             name: text for name, text in metadata.get("annotations", {}).items() if name.startswith("kestrl.dev/")
@@ -162,16 +162,16 @@ def _applies_replicas(entry: Object) -> bool:
     return applied and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
 
 
-def node_of(given: Object) -> Node:
+def node_of(body: Object) -> Node:
     """The typed form of a node object."""
-    metadata, spec = given["metadata"], given.get("spec", {})
+    metadata, spec = body["metadata"], body.get("spec", {})
     return Node(
         name=metadata["name"],
         labels=metadata.get("labels", {}),
         taints=[item for item in spec.get("taints", ()) if not item.get("key", "").startswith(PASSING_TAINTS)],
-        allocatable=given.get("status", {}).get("allocatable", {}),
+        allocatable=body.get("status", {}).get("allocatable", {}),
         schedulable=not spec.get("unschedulable", False),
-        lost=_loss(given.get("status", {}).get("conditions", ())),
+        lost=_loss(body.get("status", {}).get("conditions", ())),
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kestrl._shared.spec.sft import SFT_KIND
 from kestrl._shared.spec.status import ResultStatus
 from kestrl_operator.state.parsing import ended, unstartable
-from kestrl_operator.state.snapshot import STORAGE, Ended, seconds_of
+from kestrl_operator.state.snapshot import STORAGE, ContainerEnd, seconds_of
 from kestrl_operator.state.store import Key
 from kestrl_operator.state.versions import Versions, uid_of
 
@@ -24,7 +24,7 @@ CONTAINER = "sft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchJob:
     """The Job of an SFTJob."""
 
     uid: str
@@ -56,7 +56,7 @@ class SFTPod:
     """Why one of its containers cannot start; empty when all can."""
     running: bool
     """Whether the program runs."""
-    ended: tuple[Ended, ...]
+    ended: tuple[ContainerEnd, ...]
     """Containers that ended with a failure."""
     result: ResultStatus | None
     """What the program wrote at its end."""
@@ -71,35 +71,35 @@ class SFTStore:
         """Jobs by uid."""
         self._versions = Versions()
 
-    def job(self, given: Object, *, deleted: bool = False) -> Key:
+    def job(self, body: Object, *, deleted: bool = False) -> Key:
         """Stores an SFTJob; returns its key."""
-        key, known = _key(given), self.jobs.get(_key(given))
+        key, stored_job = _key(body), self.jobs.get(_key(body))
         if deleted:
-            self._versions.delete(given)
-            if known is not None and uid_of(known) == uid_of(given):
+            self._versions.delete(body)
+            if stored_job is not None and uid_of(stored_job) == uid_of(body):
                 del self.jobs[key]
-        elif self._versions.take(given):
-            metadata = {name: value for name, value in given["metadata"].items() if name != "managedFields"}
-            self.jobs[key] = {**given, "metadata": metadata}
+        elif self._versions.take(body):
+            metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+            self.jobs[key] = {**body, "metadata": metadata}
         return key
 
-    def batch(self, given: Object, *, deleted: bool = False) -> Key | None:
+    def batch(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Job; returns the key of its SFTJob."""
-        name = given["metadata"].get("labels", {}).get(SFT_LABEL)
+        name = body["metadata"].get("labels", {}).get(SFT_LABEL)
         if name is None:
             return None
-        key, uid = Key(given["metadata"]["namespace"], name), uid_of(given)
+        key, uid = Key(body["metadata"]["namespace"], name), uid_of(body)
         if deleted:
-            self._versions.delete(given)
+            self._versions.delete(body)
             self._batches.pop(uid, None)
-        elif self._versions.take(given):
-            self._batches[uid] = (key, given)
+        elif self._versions.take(body):
+            self._batches[uid] = (key, body)
         return key
 
     def batch_of(self, key: Key, uid: str) -> Object | None:
         """The Job that belongs to this SFTJob and not to an earlier one of its name."""
-        found = (given for place, given in self._batches.values() if place == key)
-        return next((given for given in found if owner_uid(given) == uid), None)
+        batches = (body for place, body in self._batches.values() if place == key)
+        return next((body for body in batches if owner_uid(body) == uid), None)
 
     def version(self, uid: str) -> int:
         """The known resourceVersion of an object; 0 for none."""
@@ -109,32 +109,32 @@ class SFTStore:
         """Uids of everything: whatever a list requested from now on does not contain was deleted."""
         return frozenset(map(uid_of, self.jobs.values())) | frozenset(self._batches)
 
-    def forget(self, gone: Collection[str]) -> Iterator[Key]:
+    def forget(self, uids: Collection[str]) -> Iterator[Key]:
         """Removes objects by uid; yields the keys of their SFTJobs."""
-        for key, given in list(self.jobs.items()):
-            if uid_of(given) in gone:
+        for key, body in list(self.jobs.items()):
+            if uid_of(body) in uids:
                 del self.jobs[key]
-                self._versions.forget(uid_of(given))
+                self._versions.forget(uid_of(body))
                 yield key
         for uid, (key, _) in list(self._batches.items()):
-            if uid in gone:
+            if uid in uids:
                 del self._batches[uid]
                 self._versions.forget(uid)
                 yield key
 
 
-def owner_uid(given: Object) -> str:
+def owner_uid(body: Object) -> str:
     """Uid of the SFTJob that owns an object; empty without one."""
-    owners = given["metadata"].get("ownerReferences", ())
+    owners = body["metadata"].get("ownerReferences", ())
     return next((item["uid"] for item in owners if item["kind"] == SFT_KIND), "")
 
 
-def batch_of(given: Object) -> Batch:
+def batch_of(body: Object) -> BatchJob:
     """The typed form of a Job."""
-    metadata, status = given["metadata"], given.get("status", {})
+    metadata, status = body["metadata"], body.get("status", {})
     conditions: Sequence[Object] = status.get("conditions", ())
     over = next((item for item in conditions if item["type"] in OVER and item["status"] == "True"), NOTHING)
-    return Batch(
+    return BatchJob(
         uid=metadata["uid"],
         storage=metadata.get("annotations", {}).get(STORAGE, ""),
         running=bool(status.get("ready")),
@@ -150,23 +150,25 @@ def batch_of(given: Object) -> Batch:
 OVER = frozenset({"Complete", "Failed"})
 
 
-def sft_pod_of(given: Object) -> SFTPod:
+def sft_pod_of(body: Object) -> SFTPod:
     """The typed form of a pod."""
-    metadata, status = given["metadata"], given.get("status", {})
+    metadata, status = body["metadata"], body.get("status", {})
     conditions: Sequence[Object] = status.get("conditions", ())
     containers: Sequence[Object] = status.get("containerStatuses", ())
     scheduled = next((item for item in conditions if item["type"] == "PodScheduled"), NOTHING)
     statuses = [*status.get("initContainerStatuses", ()), *containers]
-    own: Object = next((item.get("state", NOTHING) for item in containers if item["name"] == CONTAINER), NOTHING)
+    container_state: Object = next(
+        (item.get("state", NOTHING) for item in containers if item["name"] == CONTAINER), NOTHING
+    )
     return SFTPod(
         name=metadata["name"],
         made=seconds_of(metadata.get("creationTimestamp")) or 0.0,
-        scheduled=bool(given.get("spec", {}).get("nodeName")),
+        scheduled=bool(body.get("spec", {}).get("nodeName")),
         unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         unstartable=next(unstartable(statuses), ""),
-        running="running" in own,
+        running="running" in container_state,
         ended=tuple(ended(statuses)),
-        result=_result(own.get("terminated", NOTHING)),
+        result=_result(container_state.get("terminated", NOTHING)),
     )
 
 
@@ -180,5 +182,5 @@ def _result(terminated: Object) -> ResultStatus | None:
         return None
 
 
-def _key(given: Object) -> Key:
-    return Key(given["metadata"]["namespace"], given["metadata"]["name"])
+def _key(body: Object) -> Key:
+    return Key(body["metadata"]["namespace"], body["metadata"]["name"])

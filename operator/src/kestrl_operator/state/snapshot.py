@@ -35,7 +35,7 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ContainerEnd:
     """How a container's last run ended."""
 
     container: str
@@ -78,7 +78,7 @@ class Pod:
     """Restarts of the whole job before this pod was created; set on every pod."""
     unstartable: str
     """Why one of its containers cannot start; empty when all can."""
-    ended: tuple[Ended, ...]
+    ended: tuple[ContainerEnd, ...]
     """Containers whose last run ended with a failure."""
     restarts: int
     owner: tuple[str, str] = ("", "")
@@ -154,10 +154,10 @@ class LearnerReport:
         """Engines that have verified it: the engines listed with that version, at most as many as the learner
         counts.
         """
-        newest = self.policy
-        if newest is None:
+        policy = self.policy
+        if policy is None:
             return 0
-        by_name = {engine.name for engine in self.state.engines.reports if engine.policy == newest}
+        by_name = {engine.name for engine in self.state.engines.reports if engine.policy == policy}
         return min(len(by_name), self.state.engines.verified)
 
     def mean(self, name: str) -> float | None:

@@ -33,7 +33,7 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-class Child(NamedTuple):
+class OwnedObject(NamedTuple):
     """A watched object that belongs to a job."""
 
     kind: str
@@ -48,7 +48,7 @@ class Dependents:
     """By name."""
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     """By uid, like the next."""
-    children: dict[str, Child] = field(default_factory=dict[str, Child])
+    children: dict[str, OwnedObject] = field(default_factory=dict[str, OwnedObject])
 
 
 NO_DEPENDENTS = Dependents()
@@ -88,23 +88,23 @@ class Store:
         """Pods created by workloads of this job. Pods that only carry its labels belong to a deleted job of the name,
         or to somebody else.
         """
-        found = self._of(key)
-        made_by = {child for child in found.children if self._owners[child] == uid}
-        return [pod for pod in found.pods.values() if _belongs(pod, made_by, uid)]
+        dependents = self._of(key)
+        made_by = {child for child in dependents.children if self._owners[child] == uid}
+        return [pod for pod in dependents.pods.values() if _belongs(pod, made_by, uid)]
 
     def workloads(self, key: Key) -> dict[Role, Workload]:
         return {workload.role: workload for workload in self._of(key).workloads.values()}
 
-    def scaled_up(self, key: Key) -> list[Child]:
+    def scaled_up(self, key: Key) -> list[OwnedObject]:
         """Workloads of a job with more than 0 replicas."""
-        found = self._of(key)
-        return [found.children[uid] for uid, workload in found.workloads.items() if workload.replicas > 0]
+        dependents = self._of(key)
+        return [dependents.children[uid] for uid, workload in dependents.workloads.items() if workload.replicas > 0]
 
-    def children(self, key: Key) -> frozenset[Child]:
+    def children(self, key: Key) -> frozenset[OwnedObject]:
         """The watched objects of a job that exist."""
         return frozenset(self._of(key).children.values())
 
-    def leftovers(self, key: Key, uid: str) -> frozenset[Child]:
+    def leftovers(self, key: Key, uid: str) -> frozenset[OwnedObject]:
         """The objects that remain of another job of this name."""
         children = self._of(key).children.items()
         return frozenset(child for name, child in children if self._owners[name] not in {"", uid})
@@ -115,8 +115,8 @@ class Store:
 
     def on_nodes(self, nodes: Collection[str]) -> Iterator[Key]:
         """The jobs with pods on any of these nodes."""
-        for key, found in self._dependents.items():
-            if any(pod.node in nodes for pod in found.pods.values()):
+        for key, dependents in self._dependents.items():
+            if any(pod.node in nodes for pod in dependents.pods.values()):
                 yield key
 
     def version(self, uid: str) -> int:
@@ -126,54 +126,54 @@ class Store:
     def _of(self, key: Key) -> Dependents:
         return self._dependents.get(key, NO_DEPENDENTS)
 
-    def job(self, given: Object, *, deleted: bool = False) -> Key:
+    def job(self, body: Object, *, deleted: bool = False) -> Key:
         """Stores a job; returns its key."""
-        metadata = given["metadata"]
+        metadata = body["metadata"]
         key = Key(metadata["namespace"], metadata["name"])
         if deleted:
-            self._versions.delete(given)
+            self._versions.delete(body)
             self.drop(key, metadata["uid"])
-        elif self._versions.take(given):
+        elif self._versions.take(body):
             lean = {name: value for name, value in metadata.items() if name != "managedFields"}
-            self.jobs[key] = {**given, "metadata": lean}
+            self.jobs[key] = {**body, "metadata": lean}
         return key
 
     def expect(self, uid: str, status: Object) -> None:
         """Notes a status that this process is about to write."""
         self._written[uid] = status
 
-    def expects(self, given: Object) -> bool:
+    def expects(self, body: Object) -> bool:
         """Whether the state of a job is known, or differs from the known one by a status that this process writes: its
         watch event may precede the answer.
         """
-        metadata = given["metadata"]
-        uid, known = metadata["uid"], self.jobs.get(Key(metadata["namespace"], metadata["name"]))
+        metadata = body["metadata"]
+        uid, stored_job = metadata["uid"], self.jobs.get(Key(metadata["namespace"], metadata["name"]))
         if int(metadata["resourceVersion"]) <= self.version(uid):
             return True
-        if known is None or known["metadata"]["uid"] != uid or self._written.get(uid) != given.get("status"):
+        if stored_job is None or stored_job["metadata"]["uid"] != uid or self._written.get(uid) != body.get("status"):
             return False
-        return all(known["metadata"].get(name) == metadata.get(name) for name in OF_USERS)
+        return all(stored_job["metadata"].get(name) == metadata.get(name) for name in OF_USERS)
 
     def drop(self, key: Key, uid: str) -> None:
         """Removes a job that no longer exists."""
         self._written.pop(uid, None)
-        known = self.jobs.get(key)
-        if known is not None and known["metadata"]["uid"] == uid:
+        stored_job = self.jobs.get(key)
+        if stored_job is not None and stored_job["metadata"]["uid"] == uid:
             del self.jobs[key]
         self._versions.forget(uid)
 
-    def pod(self, given: Object, *, deleted: bool = False) -> Key | None:
+    def pod(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a pod; returns the key of its job."""
-        metadata = given["metadata"]
+        metadata = body["metadata"]
         job = metadata.get("labels", {}).get(JOB_LABEL)
-        pod = pod_of(given)
+        pod = pod_of(body)
         if job is None or pod is None:
             return None
         key = Key(metadata["namespace"], job)
         if deleted:
-            self._versions.delete(given)
+            self._versions.delete(body)
             self._forget_pod(key, pod.name, pod.uid)
-        elif self._versions.take(given):
+        elif self._versions.take(body):
             self._dependents.setdefault(key, Dependents()).pods[pod.name] = pod
         return key
 
@@ -188,30 +188,30 @@ class Store:
         if self._of(key) == NO_DEPENDENTS:
             self._dependents.pop(key, None)
 
-    def child(self, kind: str, given: Object, *, deleted: bool = False) -> Key | None:
+    def child(self, kind: str, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a workload or another watched object of a job; returns the key of its job."""
-        metadata = given["metadata"]
+        metadata = body["metadata"]
         job = metadata.get("labels", {}).get(INSTANCE_LABEL)
         if job is None:
             return None
         key, uid = Key(metadata["namespace"], job), metadata["uid"]
         if deleted:
-            self._versions.delete(given)
+            self._versions.delete(body)
             self._forget_child(key, uid)
-        elif self._versions.take(given):
-            found = self._dependents.setdefault(key, Dependents())
-            found.children[uid] = Child(kind, metadata["name"])
+        elif self._versions.take(body):
+            dependents = self._dependents.setdefault(key, Dependents())
+            dependents.children[uid] = OwnedObject(kind, metadata["name"])
             owner = next((item["uid"] for item in metadata.get("ownerReferences", ()) if item["kind"] == KIND), "")
             self._owners[uid] = owner
-            workload = workload_of(given) if kind in WORKLOADS else None
+            workload = workload_of(body) if kind in WORKLOADS else None
             if workload is not None:
-                found.workloads[uid] = workload
+                dependents.workloads[uid] = workload
         return key
 
     def _forget_child(self, key: Key, uid: str) -> None:
-        found = self._of(key)
-        found.children.pop(uid, None)
-        found.workloads.pop(uid, None)
+        dependents = self._of(key)
+        dependents.children.pop(uid, None)
+        dependents.workloads.pop(uid, None)
         self._drop_if_empty(key)
         self._owners.pop(uid, None)
         self._versions.forget(uid)
@@ -220,20 +220,20 @@ class Store:
         """Uids of everything in the store: whatever a list requested from now on does not contain was deleted."""
         return Known(
             jobs=frozenset(job["metadata"]["uid"] for job in self.jobs.values()),
-            pods=frozenset(pod.uid for found in self._dependents.values() for pod in found.pods.values()),
-            children=frozenset(uid for found in self._dependents.values() for uid in found.children),
+            pods=frozenset(pod.uid for dependents in self._dependents.values() for pod in dependents.pods.values()),
+            children=frozenset(uid for dependents in self._dependents.values() for uid in dependents.children),
         )
 
-    def forget(self, gone: Collection[str]) -> Iterator[Key]:
+    def forget(self, uids: Collection[str]) -> Iterator[Key]:
         """Removes objects that a list did not contain, by uid; yields the keys of their jobs."""
         for key, job in list(self.jobs.items()):
-            if job["metadata"]["uid"] in gone:
+            if job["metadata"]["uid"] in uids:
                 self.drop(key, job["metadata"]["uid"])
                 yield key
-        for key, found in list(self._dependents.items()):
-            for pod in [pod for pod in found.pods.values() if pod.uid in gone]:
+        for key, dependents in list(self._dependents.items()):
+            for pod in [pod for pod in dependents.pods.values() if pod.uid in uids]:
                 self._forget_pod(key, pod.name, pod.uid)
                 yield key
-            for uid in [uid for uid in found.children if uid in gone]:
+            for uid in [uid for uid in dependents.children if uid in uids]:
                 self._forget_child(key, uid)
                 yield key

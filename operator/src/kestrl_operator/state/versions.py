@@ -22,19 +22,19 @@ class Versions:
         """The known resourceVersion of an object; 0 for none."""
         return self._versions.get(uid, 0)
 
-    def take(self, given: Object) -> bool:
+    def take(self, body: Object) -> bool:
         """Records an object's state; returns False for one that is older than the known state or than its deletion."""
-        uid, version = uid_of(given), int(given["metadata"]["resourceVersion"])
+        uid, version = uid_of(body), int(body["metadata"]["resourceVersion"])
         if version < self._versions.get(uid, 0) or version <= self._deleted.get(uid, -1):
             return False
         self._versions[uid] = version
         return True
 
-    def delete(self, given: Object) -> None:
+    def delete(self, body: Object) -> None:
         """Records a deletion, by the object as it was last."""
-        uid = uid_of(given)
+        uid = uid_of(body)
         self.forget(uid)
-        self._deleted[uid] = int(given["metadata"]["resourceVersion"])
+        self._deleted[uid] = int(body["metadata"]["resourceVersion"])
         while len(self._deleted) > REMEMBERED:
             self._deleted.popitem(last=False)
 
@@ -43,5 +43,5 @@ class Versions:
         self._versions.pop(uid, None)
 
 
-def uid_of(given: Object) -> str:
-    return str(given["metadata"]["uid"])
+def uid_of(body: Object) -> str:
+    return str(body["metadata"]["uid"])

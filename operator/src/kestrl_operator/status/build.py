@@ -89,21 +89,21 @@ def status_of(snapshot: Snapshot, decision: Decision) -> dict[str, Any]:
 
 
 def with_failure(
-    status: Mapping[str, Any], why: str, *, generation: int, now: float, reason: str = "OperatorFailed"
+    status: Mapping[str, Any], message: str, *, generation: int, now: float, reason: str = "OperatorFailed"
 ) -> dict[str, Any]:
     """The current status with a failed reconciliation in condition Ready, and no other change. Pure.
 
     Args:
         status: The current status.
-        why: Message for the user.
+        message: Message for the user.
         generation: Generation of the spec for which it failed.
         now: Seconds since 1970.
         reason: Reason of condition Ready.
     """
     before = JobStatus.model_validate(dict(status))
     quarantined = reason == QUARANTINED
-    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=why)]
-    observations = left_alone(why) if quarantined else failed
+    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=message)]
+    observations = left_alone(message) if quarantined else failed
     conditions = joined(before.conditions, observations, generation=generation, now=written(now))
     after = before.model_copy(
         update={
@@ -123,9 +123,9 @@ def states_in(status: Mapping[str, Any]) -> object:
         for item in status.get("conditions", ())
     ]
     engines = [(item["name"], _state(item), item.get("message")) for item in status.get("engines", ())]
-    shown = status.get("shown", {})
-    others = {name: value for name, value in status.items() if name not in NUMBERS}
-    return conditions, engines, shown.get("phase"), others
+    columns = status.get("shown", {})
+    stable = {name: value for name, value in status.items() if name not in NUMBERS}
+    return conditions, engines, columns.get("phase"), stable
 
 
 def _state(engine: Mapping[str, Any]) -> object:
@@ -134,14 +134,14 @@ def _state(engine: Mapping[str, Any]) -> object:
     return str(ServingState.SERVING) if state == ServingState.LOADING and lag == 1 else state
 
 
-def without_empties(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_empties(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a map without empty values: a missing value means the same, and can always be applied. Pure."""
-    made: dict[str, Any] = {}
-    for name, value in given.items():
-        kept = without_empties(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
-        if kept not in ({}, []):
-            made[name] = kept
-    return made
+    nonempty: dict[str, Any] = {}
+    for name, value in mapping.items():
+        content = without_empties(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        if content not in ({}, []):
+            nonempty[name] = content
+    return nonempty
 
 
 def remembered(status: Mapping[str, Any]) -> Memory:
@@ -174,9 +174,9 @@ def _last_crash(snapshot: Snapshot) -> CrashStatus | None:
 def _rest(rest: Rest | None) -> RestStatus | None:
     if rest is None:
         return None
-    why = shortened(rest.why, LONGEST_MESSAGE)
+    reason = shortened(rest.why, LONGEST_MESSAGE)
     return RestStatus(
-        generation=rest.generation, since=written(rest.since), until=written(rest.until), times=rest.times, why=why
+        generation=rest.generation, since=written(rest.since), until=written(rest.until), times=rest.times, why=reason
     )
 
 
@@ -210,8 +210,8 @@ def _progress(live: LearnerReport) -> ProgressStatus:
 
 
 def _sandboxes(live: LearnerReport) -> list[SandboxStatus]:
-    used = sorted(live.state.tools.sandboxes.items())[:SANDBOXES_SHOWN]
-    return [SandboxStatus(tool=tool, backend=item.backend, isolation=item.isolation) for tool, item in used]
+    sandboxes = sorted(live.state.tools.sandboxes.items())[:SANDBOXES_SHOWN]
+    return [SandboxStatus(tool=tool, backend=item.backend, isolation=item.isolation) for tool, item in sandboxes]
 
 
 def _result(before: JobStatus, snapshot: Snapshot, decision: Decision) -> ResultStatus | None:
@@ -227,21 +227,21 @@ def _lineage(before: JobStatus, snapshot: Snapshot, now: str) -> tuple[PolicySta
     dated when it was first seen verified.
     """
     live = snapshot.live_report
-    newest = None if live is None else live.policy
-    if live is None or newest is None or snapshot.job is None:
+    live_policy = None if live is None else live.policy
+    if live is None or live_policy is None or snapshot.job is None:
         return before.policy, before.history
-    if before.policy is not None and before.policy.version == newest.name:
+    if before.policy is not None and before.policy.version == live_policy.name:
         return before.policy, before.history
     verified = verified_by_all(snapshot, snapshot.job.spec)
     if not verified and live.phase is not RunPhase.SUCCEEDED:
         # A run that began again from an earlier step has not the version that the engines verified before.
-        current = before.policy is None or before.policy.step <= newest.step
+        current = before.policy is None or before.policy.step <= live_policy.step
         return before.policy if current else None, before.history
     policy = PolicyStatus(
-        version=newest.name,
+        version=live_policy.name,
         parent=live.state.policy.parent or None,
-        step=newest.step,
-        sha256=newest.sha256,
+        step=live_policy.step,
+        sha256=live_policy.sha256,
         uri=live.state.policy.uri or None,
         converged_at=now if verified else None,
     )

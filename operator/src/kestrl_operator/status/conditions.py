@@ -229,9 +229,9 @@ class Observation:
     message: str = ""
 
     def __post_init__(self) -> None:
-        known = {NOT_OBSERVED, *REASONS[self.type]}
-        if self.reason not in known:
-            raise ValueError(f"{self.reason} is not a reason of {self.type} (reasons: {', '.join(sorted(known))})")
+        reasons = {NOT_OBSERVED, *REASONS[self.type]}
+        if self.reason not in reasons:
+            raise ValueError(f"{self.reason} is not a reason of {self.type} (reasons: {', '.join(sorted(reasons))})")
         if (self.reason == NOT_OBSERVED) != (self.status is ConditionStatus.UNKNOWN):
             raise ValueError(
                 f"{self.type}: {NOT_OBSERVED} and Unknown go together, not {self.reason} and {self.status}"
@@ -259,29 +259,33 @@ def joined(
         kinds: The conditions of this kind of job.
     """
     old = {condition.type: condition for condition in before}
-    found = {item.type: item for item in observed}
-    return [_condition(kind, old.get(kind), found.get(kind), generation, now) for kind in kinds]
+    observations = {item.type: item for item in observed}
+    return [_condition(kind, old.get(kind), observations.get(kind), generation, now) for kind in kinds]
 
 
-def _condition(kind: Type, old: Condition | None, found: Observation | None, generation: int, now: str) -> Condition:
-    if found is None:
+def _condition(
+    kind: Type, old: Condition | None, observation: Observation | None, generation: int, now: str
+) -> Condition:
+    if observation is None:
         if old is not None:
             return old
-        found = Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message="not observed yet")
-    since = old.last_transition_time if old is not None and old.status == found.status else now
+        observation = Observation(
+            type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message="not observed yet"
+        )
+    since = old.last_transition_time if old is not None and old.status == observation.status else now
     return Condition(
         type=kind,
-        status=found.status.value,
-        reason=found.reason,
-        message=shortened(found.message, LONGEST_MESSAGE),
+        status=observation.status.value,
+        reason=observation.reason,
+        message=shortened(observation.message, LONGEST_MESSAGE),
         observed_generation=generation,
         last_transition_time=since,
     )
 
 
-def shortened(text: str, longest: int) -> str:
-    """The text, cut to at most `longest` characters."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+def shortened(text: str, limit: int) -> str:
+    """The text, cut to at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def phase(conditions: Sequence[Condition]) -> str:
@@ -292,15 +296,15 @@ def phase(conditions: Sequence[Condition]) -> str:
         condition = by.get(kind)
         return ("Unknown", NOT_OBSERVED) if condition is None else (condition.status, condition.reason)
 
-    succeeded, why = current(Type.SUCCEEDED)
+    succeeded, success_reason = current(Type.SUCCEEDED)
     if succeeded == ConditionStatus.TRUE:
         return "Succeeded"
-    if succeeded == ConditionStatus.FALSE and why != "Running":
+    if succeeded == ConditionStatus.FALSE and success_reason != "Running":
         return "Failed"
-    suspended, how = current(Type.SUSPENDED)
+    suspended, suspension_reason = current(Type.SUSPENDED)
     if suspended == ConditionStatus.TRUE:
         return "Suspended"
-    if how == "Draining":
+    if suspension_reason == "Draining":
         return "Suspending"
     ready, condition = current(Type.READY)
     if condition == QUARANTINED:

@@ -16,7 +16,7 @@ from kestrl._shared.plan.planning import group_seconds
 from kestrl._shared.spec.job import FailureRule, JobSpec
 from kestrl.errors import Failure
 from kestrl.runstate.states import RunPhase
-from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, Ended, Memory, Snapshot, seconds_of
+from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, ContainerEnd, Memory, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
 from kestrl_operator.status.waiting import refused_since, rest_of, seconds_to_rest, stuck, waits_for
 
@@ -98,8 +98,10 @@ def _parked(snapshot: Snapshot, spec: JobSpec) -> Decision | None:
     rest = rest_of(snapshot)
     if rest is None or rest.until <= snapshot.now:
         return None
-    left = _earliest(rest.until - snapshot.now, _until_a_deadline(snapshot, spec))
-    return replace(_unchanged(snapshot, Stage.PARKED, parked=True), memory=Memory(rest=rest), requeue_after=left)
+    seconds_left = _earliest(rest.until - snapshot.now, _until_a_deadline(snapshot, spec))
+    return replace(
+        _unchanged(snapshot, Stage.PARKED, parked=True), memory=Memory(rest=rest), requeue_after=seconds_left
+    )
 
 
 def _unchanged(snapshot: Snapshot, stage: Stage, *, parked: bool = False) -> Decision:
@@ -125,14 +127,14 @@ def running_since(snapshot: Snapshot) -> float | None:
 
 
 def _after_the_end(snapshot: Snapshot, spec: JobSpec | None) -> Decision:
-    ended = seconds_of(snapshot.status.get("finishedAt"))
-    left = None
-    if spec is not None and spec.ttl_after_finished is not None and ended is not None:
-        left = ended + spec.ttl_after_finished - snapshot.now
+    finished_at = seconds_of(snapshot.status.get("finishedAt"))
+    seconds_left = None
+    if spec is not None and spec.ttl_after_finished is not None and finished_at is not None:
+        seconds_left = finished_at + spec.ttl_after_finished - snapshot.now
     return replace(
         _unchanged(snapshot, Stage.ENDED, parked=True),
-        delete=left is not None and left <= 0,
-        requeue_after=left if left is not None and left > 0 else None,
+        delete=seconds_left is not None and seconds_left <= 0,
+        requeue_after=seconds_left if seconds_left is not None and seconds_left > 0 else None,
     )
 
 
@@ -200,10 +202,10 @@ def short_of_pods_since(snapshot: Snapshot) -> float | None:
     return min(since, default=None)
 
 
-def _too_often(snapshot: Snapshot, spec: JobSpec, what: str) -> str:
+def _too_often(snapshot: Snapshot, spec: JobSpec, event: str) -> str:
     limit = spec.failure_policy.backoff_limit
     since = f" since {STABLE_STEPS} successful steps in a row" if snapshot.forgiven else ""
-    return f"{what} {snapshot.counted + 1} times{since}, failurePolicy.backoffLimit is {limit}; the last time"
+    return f"{event} {snapshot.counted + 1} times{since}, failurePolicy.backoffLimit is {limit}; the last time"
 
 
 def _failed(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
@@ -245,7 +247,7 @@ def _fits(pattern: str, reason: str) -> bool:
     return pattern in {"*", reason} or (pattern.endswith("/*") and reason.startswith(pattern[:-1]))
 
 
-def _container_failures(snapshot: Snapshot) -> Iterator[tuple[Ended, Role]]:
+def _container_failures(snapshot: Snapshot) -> Iterator[tuple[ContainerEnd, Role]]:
     for pod in snapshot.staying:
         for item in pod.ended:
             if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == snapshot.restarts:
@@ -269,11 +271,11 @@ def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
     if not _must_drain(snapshot):
         return standing
     since = snapshot.now if snapshot.memory.draining is None else snapshot.memory.draining
-    left = since + spec.learner.termination_grace + group_seconds(spec) - snapshot.now
-    if left <= 0:
+    seconds_left = since + spec.learner.termination_grace + group_seconds(spec) - snapshot.now
+    if seconds_left <= 0:
         return standing
     memory = Memory(draining=since, failed=snapshot.memory.failed)
-    return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, requeue_after=left)
+    return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, requeue_after=seconds_left)
 
 
 def _must_drain(snapshot: Snapshot) -> bool:
@@ -290,17 +292,17 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
         return _restarted_pods(snapshot, spec, deadline)
     standing = _unchanged(snapshot, Stage.RUNNING)
     action = rule_for(spec, failure).action
-    what = "the whole job" if action == "RestartJob" else "the learner"
+    target = "the whole job" if action == "RestartJob" else "the learner"
     nth = f", for time {snapshot.counted + 1} of {spec.failure_policy.backoff_limit}"
     if action == "Ignore":
         nth = "; this failure does not count"
     since = snapshot.now if snapshot.memory.failed is None else snapshot.memory.failed
-    left = since + backoff(snapshot.counted) - snapshot.now
-    if left > 0:
-        retry = f"{what} is restarted in {left:.0f} s{nth}"
+    seconds_left = since + backoff(snapshot.counted) - snapshot.now
+    if seconds_left > 0:
+        retry = f"{target} is restarted in {seconds_left:.0f} s{nth}"
         memory = Memory(failed=since, rest=rest_of(snapshot))
-        return replace(standing, retry=retry, memory=memory, requeue_after=_earliest(left, deadline))
-    restarting = replace(standing, retry=f"{what} is restarted{nth}", requeue_after=deadline)
+        return replace(standing, retry=retry, memory=memory, requeue_after=_earliest(seconds_left, deadline))
+    restarting = replace(standing, retry=f"{target} is restarted{nth}", requeue_after=deadline)
     restarting = replace(restarting, memory=Memory(rest=rest_of(snapshot)))
     if action == "Ignore":
         return replace(restarting, remove=_reporting_pod(snapshot))
@@ -316,11 +318,11 @@ def _restarted_pods(snapshot: Snapshot, spec: JobSpec, deadline: float | None) -
     """The decision for a running job without a learner failure: the whole job is restarted if a rule asks for that
     after a container failure.
     """
-    again = int(any(_job_restart_causes(snapshot, spec)))
+    one_more = int(any(_job_restart_causes(snapshot, spec)))
     return replace(
         _unchanged(snapshot, Stage.RUNNING),
-        attempts=snapshot.attempts + again,
-        restarts=snapshot.restarts + again,
+        attempts=snapshot.attempts + one_more,
+        restarts=snapshot.restarts + one_more,
         forgiven=snapshot.attempts if _is_stable(snapshot) else snapshot.forgiven,
         remove=_resumed(snapshot),
         memory=Memory(rest=rest_of(snapshot), refused=refused_since(snapshot)),

@@ -12,7 +12,7 @@ from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec.job import JobSpec
 from kestrl.runstate.states import RunPhase, ServingState
 from kestrl_operator.state.cluster import replicas
-from kestrl_operator.state.snapshot import STORAGE_AWAY, Ended, LearnerReport, Snapshot, is_input
+from kestrl_operator.state.snapshot import STORAGE_AWAY, ContainerEnd, LearnerReport, Snapshot, is_input
 from kestrl_operator.status.conditions import (
     CREDENTIAL_REFUSED,
     NOT_OBSERVED,
@@ -40,7 +40,7 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         yield from _without_job(snapshot)
         return
     spec = snapshot.job.spec
-    made = [
+    observations = [
         # A job that has ended or rests resolves nothing now.
         *([] if has_ended(snapshot) or _rests(snapshot, decision) else [_accepted(snapshot)]),
         _quota(snapshot),
@@ -51,8 +51,8 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         *_learned(snapshot.live_report),
         _success(snapshot, decision),
     ]
-    yield from made
-    yield from summed_up(made, snapshot, decision)
+    yield from observations
+    yield from summed_up(observations, snapshot, decision)
 
 
 def _rests(snapshot: Snapshot, decision: Decision) -> bool:
@@ -115,17 +115,17 @@ NO_RUNTIME_CLASS = re.compile(r'RuntimeClass "([^"]+)" not found')
 
 def absent_runtime_class(snapshot: Snapshot) -> str:
     """Message for a RuntimeClass that does not exist, with the field that names it; empty if none is missing."""
-    found = NO_RUNTIME_CLASS.search(snapshot.not_created[1]) if snapshot.not_created is not None else None
-    if found is None or snapshot.job is None:
+    match = NO_RUNTIME_CLASS.search(snapshot.not_created[1]) if snapshot.not_created is not None else None
+    if match is None or snapshot.job is None:
         return ""
     spec = snapshot.job.spec
-    named = [runtime_class(spec, role) for role in (Role.TOOLS, Role.AGENT)]
-    fields = [each[1] for each in named if each is not None and each[0] == found[1]]
+    runtime_classes = [runtime_class(spec, role) for role in (Role.TOOLS, Role.AGENT)]
+    fields = [pair[1] for pair in runtime_classes if pair is not None and pair[0] == match[1]]
     field = fields[0] if fields else "the chart's jobs.toolsRuntimeClass or accelerators"
-    return f"{field}: there is no RuntimeClass {found[1]!r}; create it, or name one of `kubectl get runtimeclass`"
+    return f"{field}: there is no RuntimeClass {match[1]!r}; create it, or name one of `kubectl get runtimeclass`"
 
 
-def is_missing(item: Ended) -> bool:
+def is_missing(item: ContainerEnd) -> bool:
     """Whether preparation failed because something does not exist, rather than because its location did not answer."""
     return item.code == EXIT_INPUT or "/not_found]" in item.message
 
@@ -161,15 +161,15 @@ def _released(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     """Observations for a job whose pods are not to run. No engine serves a policy then, so none has converged. A
     credential that a resting job waits for stays as it was observed.
     """
-    left = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
+    pods_message = f"{len(snapshot.present)} pods are terminating" if snapshot.present else ""
     rest = decision.memory.rest
     if decision.stage is Stage.PARKED and rest is not None:
         retry = datetime.fromtimestamp(rest.until, UTC)
         message = f"it has given its pods back, and tries again at {retry:%H:%M:%S} UTC: {rest.why}"
         yield _false(Type.SCHEDULED, "Parked", message)
     else:
-        yield _false(Type.SCHEDULED, "Released", left)
-    yield _false(Type.ENGINES_READY, "Released", left)
+        yield _false(Type.SCHEDULED, "Released", pods_message)
+    yield _false(Type.ENGINES_READY, "Released", pods_message)
     yield _unknown(Type.POLICY_CONVERGED, "no engine is to run")
     yield _false(Type.ROLLOUTS_FLOWING, "Drained")
     if decision.stage is not Stage.PARKED or snapshot.condition(Type.LEARNER_PROGRESSING)[1] != CREDENTIAL_REFUSED:
@@ -188,35 +188,35 @@ def _components(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Iterat
 
 
 def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
-    wanted = replicas(spec, snapshot.workloads)
-    placed = {role: len([pod for pod in snapshot.of(role) if pod.scheduled]) for role in wanted}
-    if all(placed[role] >= number for role, number in wanted.items()):
+    desired_replicas = replicas(spec, snapshot.workloads)
+    placed = {role: len([pod for pod in snapshot.of(role) if pod.scheduled]) for role in desired_replicas}
+    if all(placed[role] >= number for role, number in desired_replicas.items()):
         return _true(Type.SCHEDULED, "PodsScheduled")
     if snapshot.unsatisfiable:
         return _false(Type.SCHEDULED, "Unsatisfiable", snapshot.unsatisfiable)
     waiting = [pod for pod in stuck(snapshot) if not pod.scheduled]
-    why = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
-    found = sum(min(placed[role], number) for role, number in wanted.items())
+    message = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
+    scheduled_pods = sum(min(placed[role], number) for role, number in desired_replicas.items())
     return _false(
         Type.SCHEDULED,
         "Pending",
-        why
+        message
         or (snapshot.not_created[1] if snapshot.not_created else "")
-        or f"{found} of {sum(wanted.values())} pods have a node",
+        or f"{scheduled_pods} of {sum(desired_replicas.values())} pods have a node",
     )
 
 
 def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:
-    pods, wanted = snapshot.of(Role.INFERENCE), replicas(spec, snapshot.workloads)[Role.INFERENCE]
+    pods, desired = snapshot.of(Role.INFERENCE), replicas(spec, snapshot.workloads)[Role.INFERENCE]
     ready = len([pod for pod in pods if pod.ready])
-    if ready >= wanted:
-        return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{wanted}")
+    if ready >= desired:
+        return _true(Type.ENGINES_READY, "AllReady", f"{ready}/{desired}")
     problem = pod_problem(pods, snapshot.lost_nodes)
     if problem is not None:
-        return _false(Type.ENGINES_READY, problem.reason_or("Unavailable"), f"{ready}/{wanted}; {problem.message}")
+        return _false(Type.ENGINES_READY, problem.reason_or("Unavailable"), f"{ready}/{desired}; {problem.message}")
     if away := _unresponsive_engine(snapshot.live_report):
-        return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{wanted}; {away}")
-    return _false(Type.ENGINES_READY, "Starting", f"{ready}/{wanted}")
+        return _false(Type.ENGINES_READY, "Unavailable", f"{ready}/{desired}; {away}")
+    return _false(Type.ENGINES_READY, "Starting", f"{ready}/{desired}")
 
 
 def _unresponsive_engine(live: LearnerReport | None) -> str:
@@ -243,17 +243,17 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
         return _unknown(Type.POLICY_CONVERGED, "the learner, which reports it for every engine, does not answer")
     if live.over:
         return _unknown(Type.POLICY_CONVERGED, "the learner has ended its run and no longer reports engines")
-    newest = live.policy.name if live.policy else "no version yet"
+    version = live.policy.name if live.policy else "no version yet"
     total = _engines(snapshot, spec, live)
-    verified = f"{live.verified}/{total} engines have verified {newest}"
+    verified = f"{live.verified}/{total} engines have verified {version}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
     if live.state.engines.updating and live.state.engines.total >= total and live.at < live.stepped + UPDATE_SECONDS:
         return _true(Type.POLICY_CONVERGED, "AllProved", f"all have verified the version before; {verified}")
     lying = [engine for engine in live.state.engines.reports if engine.state is ServingState.QUARANTINED]
     if lying:
-        why = lying[0].message or "no reason was reported"
-        return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {why}")
+        message = lying[0].message or "no reason was reported"
+        return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {message}")
     return _false(Type.POLICY_CONVERGED, "Loading", verified)
 
 
@@ -283,16 +283,16 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
         problem = pod_problem(snapshot.of(Role.LEARNER), snapshot.lost_nodes)
         if problem is not None:
             return _false(kind, problem.reason_or("Unavailable"), problem.message)
-        why = f": {snapshot.unreachable}" if snapshot.unreachable else ""
+        detail = f": {snapshot.unreachable}" if snapshot.unreachable else ""
         if is_silent(snapshot):
-            return _false(kind, "Unavailable", f"it does not answer{why}")
-        return _false(kind, "Starting", f"it does not answer yet{why}" if why else "")
+            return _false(kind, "Unavailable", f"it does not answer{detail}")
+        return _false(kind, "Starting", f"it does not answer yet{detail}" if detail else "")
     state, message = live.state, live.state.activity.message
     if live.phase is RunPhase.FAILED:
-        what = live.failure or message
+        failure = live.failure or message
         away = live.failure is not None and live.failure.code in STORAGE_AWAY and decision.ended is None
-        why = f"{what}; {decision.retry}" if decision.retry else str(what)
-        return _false(kind, "StorageUnavailable" if away else "Failed", why)
+        detail = f"{failure}; {decision.retry}" if decision.retry else str(failure)
+        return _false(kind, "StorageUnavailable" if away else "Failed", detail)
     if state.storage.wait and not live.over:
         return _false(kind, "StorageUnavailable", state.storage.wait)
     if state.tools.wait and not live.over:
@@ -301,21 +301,21 @@ def _progressing(snapshot: Snapshot, decision: Decision) -> Observation:
         return _waiting_for_ranks(snapshot) or _false(kind, "Starting", message)
     quiet = snapshot.now - live.stepped
     if live.phase is RunPhase.TRAINING and quiet > max(STALL_FLOOR, STALL_FACTOR * live.pace):
-        why = ", ".join(f"{name} {count} times" for name, count in sorted(state.history.failures.items()))
-        return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if why else ''}{why}")
+        detail = ", ".join(f"{name} {count} times" for name, count in sorted(state.history.failures.items()))
+        return _false(kind, "Stalled", f"no step for {quiet:.0f} s{': ' if detail else ''}{detail}")
     return _true(kind, "Stepping", message)
 
 
 def _waiting_for_ranks(snapshot: Snapshot) -> Observation | None:
     """What is observed while pods of ranks are missing; None if all are ready, or the job has none."""
     pods = snapshot.of(Role.RANKS)
-    wanted = 0 if snapshot.job is None else replicas(snapshot.job.spec, snapshot.workloads).get(Role.RANKS, 0)
+    desired_replicas = 0 if snapshot.job is None else replicas(snapshot.job.spec, snapshot.workloads).get(Role.RANKS, 0)
     ready = len([pod for pod in pods if pod.ready])
-    if ready >= wanted:
+    if ready >= desired_replicas:
         return None
     problem = pod_problem(pods, snapshot.lost_nodes)
     wrong = "" if problem is None else f"; {problem.message}"
-    message = f"{ready} of {wanted} pods of ranks are ready{wrong}"
+    message = f"{ready} of {desired_replicas} pods of ranks are ready{wrong}"
     return _false(Type.LEARNER_PROGRESSING, "WaitingForRanks", message)
 
 
@@ -358,8 +358,8 @@ def _tools(live: LearnerReport, spec: JobSpec) -> Iterator[Observation]:
     elif tools.warning_reason:
         yield _false(kind, TOOL_WARNINGS.get(tools.warning_reason, "CallsFailing"), tools.warning)
     elif calls := live.mean("tool_calls"):
-        used = [f"{name} in {item}" for name, item in sorted(tools.sandboxes.items())]
-        yield _true(kind, "Calling", "; ".join([f"{calls:.2f} calls per episode", *used]))
+        sandboxes = [f"{name} in {item}" for name, item in sorted(tools.sandboxes.items())]
+        yield _true(kind, "Calling", "; ".join([f"{calls:.2f} calls per episode", *sandboxes]))
 
 
 NOT_LEARNED = {

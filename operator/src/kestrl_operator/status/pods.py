@@ -21,8 +21,8 @@ class PodProblem(NamedTuple):
     """The reason of `status.conditions.LOST`; empty if it is none of them."""
     message: str
 
-    def reason_or(self, other: str) -> str:
-        return self.reason or other
+    def reason_or(self, default: str) -> str:
+        return self.reason or default
 
 
 def pod_problem(pods: Sequence[Pod], lost_nodes: Mapping[str, str]) -> PodProblem | None:
@@ -40,9 +40,9 @@ def pod_problem(pods: Sequence[Pod], lost_nodes: Mapping[str, str]) -> PodProble
         if pod.unstartable:
             return PodProblem("", f"{pod.name}: {pod.unstartable}")
         for item in pod.ended:
-            again = f" (restarted {pod.restarts} times)" if pod.restarts else ""
+            restart_text = f" (restarted {pod.restarts} times)" if pod.restarts else ""
             reason = OUT_OF_MEMORY if item.reason == OUT_OF_MEMORY else ""
-            return PodProblem(reason, f"{pod.name}: {item}{again}")
+            return PodProblem(reason, f"{pod.name}: {item}{restart_text}")
     return None
 
 

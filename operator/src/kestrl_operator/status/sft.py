@@ -8,7 +8,7 @@ from typing import Any
 
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
-from kestrl_operator.state.sft import CONTAINER, Batch, SFTPod
+from kestrl_operator.state.sft import CONTAINER, BatchJob, SFTPod
 from kestrl_operator.status.conditions import (
     QUARANTINED,
     SFT_REASONS,
@@ -35,7 +35,7 @@ class SFTSnapshot:
     """Why no node could ever take the pod."""
     not_created: str = ""
     """Why Kubernetes creates no pod, if that is known."""
-    batch: Batch | None = None
+    batch: BatchJob | None = None
     pods: Sequence[SFTPod] = ()
 
     @property
@@ -43,22 +43,22 @@ class SFTSnapshot:
         return max(self.pods, key=lambda pod: pod.made, default=None)
 
 
-def sft_status(before: Mapping[str, Any], seen: SFTSnapshot) -> dict[str, Any]:
+def sft_status(before: Mapping[str, Any], snapshot: SFTSnapshot) -> dict[str, Any]:
     """The complete status to write.
 
     Args:
         before: The current status.
-        seen: What was observed.
+        snapshot: What was observed.
     """
-    old, batch = SFTJobStatus.model_validate(dict(before)), seen.batch
+    old, batch = SFTJobStatus.model_validate(dict(before)), snapshot.batch
     conditions = joined(
-        old.conditions, observed(seen), generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS)
+        old.conditions, observed(snapshot), generation=snapshot.generation, now=snapshot.now, kinds=tuple(SFT_REASONS)
     )
     status = SFTJobStatus(
-        observed_generation=seen.generation,
+        observed_generation=snapshot.generation,
         conditions=conditions,
         shown=SFTShown(phase=phase(conditions)),
-        result=old.result or next((pod.result for pod in seen.pods if pod.result is not None), None),
+        result=old.result or next((pod.result for pod in snapshot.pods if pod.result is not None), None),
         started_at=old.started_at or (None if batch is None else batch.started),
         finished_at=None if batch is None or not batch.outcome else batch.finished,
         restarts=0 if batch is None else batch.failed,
@@ -67,26 +67,26 @@ def sft_status(before: Mapping[str, Any], seen: SFTSnapshot) -> dict[str, Any]:
     return status.model_dump(by_alias=True, exclude_none=True)
 
 
-def with_sft_failure(before: Mapping[str, Any], seen: SFTSnapshot, reason: str) -> dict[str, Any]:
+def with_sft_failure(before: Mapping[str, Any], snapshot: SFTSnapshot, reason: str) -> dict[str, Any]:
     """The current status with a failed pass in condition Ready, and no other change.
 
     Args:
         before: The current status.
-        seen: Its `problem` is the message.
+        snapshot: Its `problem` is the message.
         reason: Reason of condition Ready.
     """
     old = SFTJobStatus.model_validate(dict(before))
     quarantined = reason == QUARANTINED
-    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=seen.problem)]
-    observations = left_alone(seen.problem) if quarantined else failed
+    failed = [Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=snapshot.problem)]
+    observations = left_alone(snapshot.problem) if quarantined else failed
     conditions = joined(
-        old.conditions, observations, generation=seen.generation, now=seen.now, kinds=tuple(SFT_REASONS)
+        old.conditions, observations, generation=snapshot.generation, now=snapshot.now, kinds=tuple(SFT_REASONS)
     )
     after = old.model_copy(
         update={
             "conditions": conditions,
             "shown": SFTShown(phase=phase(conditions)),
-            "observed_generation": seen.generation if quarantined else old.observed_generation,
+            "observed_generation": snapshot.generation if quarantined else old.observed_generation,
         }
     )
     return after.model_dump(by_alias=True, exclude_none=True)
@@ -94,29 +94,31 @@ def with_sft_failure(before: Mapping[str, Any], seen: SFTSnapshot, reason: str) 
 
 def has_ended(status: Mapping[str, Any]) -> bool:
     """Whether a job has ended, which it never ceases to have."""
-    ended = [Condition.model_validate(item) for item in status.get("conditions", ()) if item["type"] == Type.SUCCEEDED]
-    return any(item.status == "True" or (item.status == "False" and item.reason != "Running") for item in ended)
+    conditions = [
+        Condition.model_validate(item) for item in status.get("conditions", ()) if item["type"] == Type.SUCCEEDED
+    ]
+    return any(item.status == "True" or (item.status == "False" and item.reason != "Running") for item in conditions)
 
 
-def observed(seen: SFTSnapshot) -> Iterator[Observation]:
+def observed(snapshot: SFTSnapshot) -> Iterator[Observation]:
     """Everything observed in a pass."""
-    yield _accepted(seen)
-    ended = seen.batch is not None and bool(seen.batch.outcome)
-    if seen.batch is not None or not seen.problem:
-        yield _scheduled(seen, ended=ended)
-        yield _succeeded(seen)
-    ready = _ready(seen, ended=ended)
+    yield _accepted(snapshot)
+    is_over = snapshot.batch is not None and bool(snapshot.batch.outcome)
+    if snapshot.batch is not None or not snapshot.problem:
+        yield _scheduled(snapshot, is_over=is_over)
+        yield _succeeded(snapshot)
+    ready = _ready(snapshot, is_over=is_over)
     yield ready
-    if ended:
-        yield from distance(ready, "Failed" if ready.reason == "Finished" else "", _succeeded(seen).message)
+    if is_over:
+        yield from distance(ready, "Failed" if ready.reason == "Finished" else "", _succeeded(snapshot).message)
     else:
-        yield from distance(ready, "Rejected" if seen.problem else "", seen.problem)
+        yield from distance(ready, "Rejected" if snapshot.problem else "", snapshot.problem)
 
 
-def _accepted(seen: SFTSnapshot) -> Observation:
-    if seen.problem:
-        return _false(Type.ACCEPTED, "Invalid", seen.problem)
-    pod = seen.newest
+def _accepted(snapshot: SFTSnapshot) -> Observation:
+    if snapshot.problem:
+        return _false(Type.ACCEPTED, "Invalid", snapshot.problem)
+    pod = snapshot.newest
     if pod is not None:
         for item in pod.ended:
             if item.container == CONTAINER and item.code == EXIT_INPUT:
@@ -128,41 +130,41 @@ def _accepted(seen: SFTSnapshot) -> Observation:
     return _true(Type.ACCEPTED, "Valid")
 
 
-def _scheduled(seen: SFTSnapshot, *, ended: bool) -> Observation:
-    pod = seen.newest
-    if ended:
+def _scheduled(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
+    pod = snapshot.newest
+    if is_over:
         return _false(Type.SCHEDULED, "Released")
     if pod is not None and pod.scheduled:
         return _true(Type.SCHEDULED, "PodsScheduled")
-    if seen.unsatisfiable:
-        return _false(Type.SCHEDULED, "Unsatisfiable", seen.unsatisfiable)
+    if snapshot.unsatisfiable:
+        return _false(Type.SCHEDULED, "Unsatisfiable", snapshot.unsatisfiable)
     if pod is None:
-        return _false(Type.SCHEDULED, "Pending", seen.not_created or "the pod is not created yet")
+        return _false(Type.SCHEDULED, "Pending", snapshot.not_created or "the pod is not created yet")
     return _false(Type.SCHEDULED, "Pending", f"{pod.name}: {pod.unscheduled}" if pod.unscheduled else "")
 
 
-def _succeeded(seen: SFTSnapshot) -> Observation:
-    batch, result = seen.batch, next((pod.result for pod in seen.pods if pod.result is not None), None)
+def _succeeded(snapshot: SFTSnapshot) -> Observation:
+    batch, result = snapshot.batch, next((pod.result for pod in snapshot.pods if pod.result is not None), None)
     if batch is None or not batch.outcome:
         return _false(Type.SUCCEEDED, "Running")
     if batch.outcome == "Complete":
-        lost = "the pod that reported the result's address is gone; summary.json in the job's storage has it"
-        return _true(Type.SUCCEEDED, "Completed", lost if result is None else result.uri)
+        fallback = "the pod that reported the result's address is gone; summary.json in the job's storage has it"
+        return _true(Type.SUCCEEDED, "Completed", fallback if result is None else result.uri)
     reason = "LearnerFailed" if batch.reason == "PodFailurePolicy" else "BackoffExceeded"
-    return _false(Type.SUCCEEDED, reason, _failure(seen.newest) or batch.message)
+    return _false(Type.SUCCEEDED, reason, _failure(snapshot.newest) or batch.message)
 
 
-def _ready(seen: SFTSnapshot, *, ended: bool) -> Observation:
-    pod = seen.newest
-    if ended:
-        succeeded = seen.batch is not None and seen.batch.outcome == "Complete"
+def _ready(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
+    pod = snapshot.newest
+    if is_over:
+        succeeded = snapshot.batch is not None and snapshot.batch.outcome == "Complete"
         return _true(Type.READY, "Completed") if succeeded else _false(Type.READY, "Finished")
     if pod is not None and pod.running:
         return _true(Type.READY, "Training", pod.name)
-    if seen.problem:
+    if snapshot.problem:
         return _false(Type.READY, "NotReady", "not Accepted")
-    why = "no pod" if pod is None else pod.unstartable or _failure(pod) or "it starts"
-    return _false(Type.READY, "NotReady", why if pod is None else f"{pod.name}: {why}")
+    message = "no pod" if pod is None else pod.unstartable or _failure(pod) or "it starts"
+    return _false(Type.READY, "NotReady", message if pod is None else f"{pod.name}: {message}")
 
 
 def _failure(pod: SFTPod | None) -> str:

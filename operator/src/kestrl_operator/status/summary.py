@@ -54,15 +54,15 @@ def distance(ready: Observation | None, stalled: str, message: str) -> Iterator[
     if ready is not None and ready.status is ConditionStatus.TRUE:
         yield Observation(type=kind, status=ConditionStatus.FALSE, reason="Reconciled")
     else:
-        missing = "" if ready is None else ready.message
-        yield Observation(type=kind, status=ConditionStatus.TRUE, reason="Progressing", message=missing)
+        ready_message = "" if ready is None else ready.message
+        yield Observation(type=kind, status=ConditionStatus.TRUE, reason="Progressing", message=ready_message)
     yield Observation(type=Type.STALLED, status=ConditionStatus.FALSE, reason="NotStalled")
 
 
-def left_alone(why: str) -> Iterator[Observation]:
+def left_alone(message: str) -> Iterator[Observation]:
     """The conditions of a job whose spec killed an operator."""
-    yield Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=QUARANTINED, message=why)
-    yield from distance(None, QUARANTINED, why)
+    yield Observation(type=Type.READY, status=ConditionStatus.FALSE, reason=QUARANTINED, message=message)
+    yield from distance(None, QUARANTINED, message)
 
 
 def _message(observations: Sequence[Observation], kind: Type) -> str:
@@ -73,31 +73,33 @@ def _ready(
     observations: Sequence[Observation], snapshot: Snapshot, decision: Decision, *, succeeded: bool
 ) -> Observation:
     if decision.stage is Stage.ENDED:
-        ended = (ConditionStatus.TRUE, "Completed") if succeeded else (ConditionStatus.FALSE, "Finished")
-        return Observation(type=Type.READY, status=ended[0], reason=ended[1])
+        outcome = (ConditionStatus.TRUE, "Completed") if succeeded else (ConditionStatus.FALSE, "Finished")
+        return Observation(type=Type.READY, status=outcome[0], reason=outcome[1])
     if decision.stage is Stage.RELEASED:
         return Observation(type=Type.READY, status=ConditionStatus.TRUE, reason="Suspended")
-    missing = [item.type for item in observations if item.type in NEEDED and item.status is not ConditionStatus.TRUE]
-    if not missing:
+    missing_types = [
+        item.type for item in observations if item.type in NEEDED and item.status is not ConditionStatus.TRUE
+    ]
+    if not missing_types:
         return Observation(type=Type.READY, status=ConditionStatus.TRUE, reason="Training")
     reason = _shortfall(snapshot) if decision.stage is Stage.RUNNING else "NotReady"
     return Observation(
-        type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=f"not {', '.join(missing)}"
+        type=Type.READY, status=ConditionStatus.FALSE, reason=reason, message=f"not {', '.join(missing_types)}"
     )
 
 
 def _shortfall(snapshot: Snapshot) -> str:
     """The reason of Ready for a job of which something is missing."""
     last, learners = snapshot.last_report, snapshot.of(Role.LEARNER)
-    present = last is not None and any(pod.uid == last.pod and pod.ready for pod in learners)
-    if last is not None and present and last.phase in TRAINS:
+    learner_ready = last is not None and any(pod.uid == last.pod and pod.ready for pod in learners)
+    if last is not None and learner_ready and last.phase in TRAINS:
         return "Degraded"
     return "Restarting" if _has_run(snapshot, last) else "NotReady"
 
 
 def _has_run(snapshot: Snapshot, last: LearnerReport | None) -> bool:
-    ended = any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
+    learner_ended = any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
     reported = last is not None and last.phase is not RunPhase.STARTING and last.phase is not None
     # The report's step, too: a status computed again from what was written must be the same.
     steps = max(snapshot.status.get("progress", {}).get("step", 0), 0 if last is None else last.state.steps.done)
-    return ended or reported or snapshot.attempts > 0 or steps > 0
+    return learner_ended or reported or snapshot.attempts > 0 or steps > 0

@@ -66,8 +66,8 @@ def rest_of(snapshot: Snapshot) -> Rest | None:
         return last
     if _trains(snapshot) and _has_stepped(snapshot):
         return None
-    why = next((why for since, longest, why in _held_up(snapshot) if snapshot.now >= since + longest), "")
-    if not why:
+    reason = next((reason for since, patience, reason in _held_up(snapshot) if snapshot.now >= since + patience), "")
+    if not reason:
         return last
     times = 0 if last is None else last.times
     return Rest(
@@ -75,7 +75,7 @@ def rest_of(snapshot: Snapshot) -> Rest | None:
         since=snapshot.now if last is None else last.since,
         until=snapshot.now + min(LONGEST_REST, FIRST_REST * 2.0 ** min(times, 16)),
         times=times + 1,
-        why=why,
+        why=reason,
     )
 
 
@@ -83,10 +83,10 @@ def seconds_to_rest(snapshot: Snapshot) -> float | None:
     """Seconds after which the job may have to rest; None if nothing holds it up."""
     if snapshot.queue is not None:
         return None
-    left = [since + longest - snapshot.now for since, longest, _ in _held_up(snapshot)]
+    remaining_seconds = [since + patience - snapshot.now for since, patience, _ in _held_up(snapshot)]
     if not _trains(snapshot) and is_partly_scheduled(snapshot.pods):
-        left.append(PARTLY_SECONDS)  # a younger job may have given its pods back by then
-    return min((seconds for seconds in left if seconds > 0), default=None)
+        remaining_seconds.append(PARTLY_SECONDS)  # a younger job may have given its pods back by then
+    return min((seconds for seconds in remaining_seconds if seconds > 0), default=None)
 
 
 def refused_since(snapshot: Snapshot) -> float | None:
@@ -126,15 +126,15 @@ def _held_up_before_training(snapshot: Snapshot) -> Iterator[tuple[float, float,
     yield from _held_beside_missing_pods(snapshot)
     short = [pod for pod in waiting if pod.unscheduled]
     if snapshot.yields and short and is_partly_scheduled(snapshot.pods):
-        why = f"older jobs wait for nodes, too; {short[0].name}: {short[0].unscheduled}"
-        yield short[0].made, PARTLY_SECONDS, why
+        reason = f"older jobs wait for nodes, too; {short[0].name}: {short[0].unscheduled}"
+        yield short[0].made, PARTLY_SECONDS, reason
 
 
 def _held_up_before_a_step(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
     """Also of a learner that reports that it trains: without episodes it waits for them without end."""
     if away := _storage_away(snapshot):
-        held = min((pod.made for pod in snapshot.staying if pod.scheduled), default=snapshot.now)
-        yield held, BLOCKED_SECONDS, f"storage cannot be used: {away}"
+        since = min((pod.made for pod in snapshot.staying if pod.scheduled), default=snapshot.now)
+        yield since, BLOCKED_SECONDS, f"storage cannot be used: {away}"
     refused, live = refused_since(snapshot), snapshot.live_report
     if refused is not None and live is not None:
         yield refused, BLOCKED_SECONDS, live.state.tools.wait
@@ -150,16 +150,16 @@ def _held_up_before_a_step(snapshot: Snapshot) -> Iterator[tuple[float, float, s
 def _held_beside_missing_pods(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:
     """For a job that has nodes for some pods while others cannot be created."""
     if snapshot.not_created is not None and any(pod.scheduled for pod in snapshot.staying):
-        since, why = snapshot.not_created
-        yield since, BLOCKED_SECONDS, why
+        since, reason = snapshot.not_created
+        yield since, BLOCKED_SECONDS, reason
 
 
 def _misses_a_role(snapshot: Snapshot) -> bool:
     """Whether no pod of a role is there without which no episode ends."""
     if snapshot.job is None:
         return False
-    wanted = replicas(snapshot.job.spec, snapshot.workloads)
-    return any(wanted.get(role) and not snapshot.of(role) for role in ROLLING)
+    desired_replicas = replicas(snapshot.job.spec, snapshot.workloads)
+    return any(desired_replicas.get(role) and not snapshot.of(role) for role in ROLLING)
 
 
 def _storage_away(snapshot: Snapshot) -> str:

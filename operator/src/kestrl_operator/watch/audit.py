@@ -89,32 +89,32 @@ class Audit:
 
     async def _jobs(self) -> None:
         # Jobs that the stream delivers while the list is read may be too new to be in it; their absence is no deletion.
-        known, received_before = self._store.known().jobs, frozenset(self._received)
-        expected, late, present = dict[str, int](), list[str](), set[str]()
+        known_uids, received_before = self._store.known().jobs, frozenset(self._received)
+        expected, late, present_uids = dict[str, int](), list[str](), set[str]()
         for mark in await self._look(JOB, "", self._missed_job):
-            present.add(mark.uid)
+            present_uids.add(mark.uid)
             received = self._received.get(mark.uid, 0)
             if received < mark.version:
                 expected[mark.uid] = mark.version
             if received < self._expected.get(mark.uid, 0):
                 late.append(f"{mark.namespace}/{mark.name}")
-        self._forget(known - present)
-        for uid in received_before - present:
+        self._forget(known_uids - present_uids)
+        for uid in received_before - present_uids:
             del self._received[uid]
         if late:
             log.error("stale watch: no events for %s during a whole audit interval", ", ".join(late[:5]))
         self._expected, self.stale = expected, late
 
     async def _pods(self) -> None:
-        known = self._store.known().pods
-        present = {mark.uid for mark in await self._look(POD, JOB_LABEL, self._missed_pod)}
-        self._forget(known - present)
+        known_uids = self._store.known().pods
+        present_uids = {mark.uid for mark in await self._look(POD, JOB_LABEL, self._missed_pod)}
+        self._forget(known_uids - present_uids)
 
     async def _children(self) -> None:
-        known, present = self._store.known().children, set[str]()
+        known_uids, present_uids = self._store.known().children, set[str]()
         for kind in CHILDREN:
-            present.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
-        self._forget(known - present)
+            present_uids.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
+        self._forget(known_uids - present_uids)
 
     async def _look(self, kind: Kind, labels: str, missed: Callable[[Object], None]) -> list[Mark]:
         """Name and version of all objects of a kind. Those newer than in the store are handed to `missed`.
@@ -124,9 +124,9 @@ class Audit:
         """
         marks: list[Mark] = []
         for namespace in self._namespaces:
-            here = [mark async for mark in self._api.marks(kind, namespace, labels=labels)]
-            marks += here
-            if all(self._store.version(mark.uid) >= mark.version for mark in here):
+            page_marks = [mark async for mark in self._api.marks(kind, namespace, labels=labels)]
+            marks += page_marks
+            if all(self._store.version(mark.uid) >= mark.version for mark in page_marks):
                 continue
             async for item in self._api.list(kind, namespace, labels=labels):
                 if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
@@ -141,6 +141,6 @@ class Audit:
         if key is not None:
             self._changed(key)
 
-    def _forget(self, gone: Collection[str]) -> None:
-        for key in self._store.forget(gone):
+    def _forget(self, uids: Collection[str]) -> None:
+        for key in self._store.forget(uids):
             self._changed(key)

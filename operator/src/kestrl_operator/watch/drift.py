@@ -20,9 +20,9 @@ class Drift:
     def __init__(self) -> None:
         self._seen: OrderedDict[str, str] = OrderedDict()
 
-    def is_new(self, given: Mapping[str, Any]) -> bool:
+    def is_new(self, body: Mapping[str, Any]) -> bool:
         """Whether another manager changed the object's spec since the last look at it."""
-        uid, mark = given["metadata"]["uid"], changed_by_another(given)
+        uid, mark = body["metadata"]["uid"], changed_by_another(body)
         if not mark or self._seen.get(uid) == mark:
             return False
         self._seen[uid] = mark
@@ -31,12 +31,12 @@ class Drift:
         return True
 
 
-def changed_by_another(given: Mapping[str, Any]) -> str:
+def changed_by_another(body: Mapping[str, Any]) -> str:
     """A digest of the changes to an object's spec by other managers; empty when there are none. Pure.
 
     A change through the scale subresource has no time, so the generation is part of the digest.
     """
-    metadata = given["metadata"]
+    metadata = body["metadata"]
     foreign = sorted(
         f"{entry.get('manager')}/{entry.get('subresource', '')}/{entry.get('time', '')}"
         for entry in metadata.get("managedFields", ())

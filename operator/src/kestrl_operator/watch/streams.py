@@ -88,36 +88,36 @@ class _NoProgress(kopf.ProgressStorage):
 
 def settings() -> kopf.OperatorSettings:
     """Kopf's settings; docs/operator.md gives the reason for each."""
-    made = kopf.OperatorSettings()
-    made.peering.standalone = True  # this operator elects its leader with a Lease of its own
-    made.peering.mandatory = False
-    made.posting.enabled = False  # this operator publishes few events of its own
-    made.scanning.disabled = True  # no rights on CRDs and namespaces
-    made.persistence.finalizer = "kestrl.dev/unused"
-    made.persistence.progress_storage = _NoProgress()
-    made.persistence.diffbase_storage = _NoDiff()
-    made.networking.request_timeout = 60.0
-    made.networking.connect_timeout = 10.0
-    made.watching.server_timeout = 240  # whole seconds: the API server accepts no fractions
-    made.watching.client_timeout = 300.0
-    made.watching.connect_timeout = 10.0
-    made.watching.inactivity_timeout = 70.0
-    made.watching.chunk_size = 500
-    made.process.ultimate_exiting_timeout = 10.0
-    made.queueing.idle_timeout = 2.0  # kopf keeps a task for each object for this long after its last event
+    kopf_settings = kopf.OperatorSettings()
+    kopf_settings.peering.standalone = True  # this operator elects its leader with a Lease of its own
+    kopf_settings.peering.mandatory = False
+    kopf_settings.posting.enabled = False  # this operator publishes few events of its own
+    kopf_settings.scanning.disabled = True  # no rights on CRDs and namespaces
+    kopf_settings.persistence.finalizer = "kestrl.dev/unused"
+    kopf_settings.persistence.progress_storage = _NoProgress()
+    kopf_settings.persistence.diffbase_storage = _NoDiff()
+    kopf_settings.networking.request_timeout = 60.0
+    kopf_settings.networking.connect_timeout = 10.0
+    kopf_settings.watching.server_timeout = 240  # whole seconds: the API server accepts no fractions
+    kopf_settings.watching.client_timeout = 300.0
+    kopf_settings.watching.connect_timeout = 10.0
+    kopf_settings.watching.inactivity_timeout = 70.0
+    kopf_settings.watching.chunk_size = 500
+    kopf_settings.process.ultimate_exiting_timeout = 10.0
+    kopf_settings.queueing.idle_timeout = 2.0  # kopf keeps a task for each object for this long after its last event
     for kind, labels in WATCHED.items():
         if labels:
-            made.watching.label_selectors[kind.group or "", kind.version, kind.plural] = labels
-    return made
+            kopf_settings.watching.label_selectors[kind.group or "", kind.version, kind.plural] = labels
+    return kopf_settings
 
 
 def registry(take: Taken) -> kopf.OperatorRegistry:
     """The handlers: the same one for each kind."""
-    made = kopf.OperatorRegistry()
-    kopf.on.login(registry=made)(_login)
+    kopf_registry = kopf.OperatorRegistry()
+    kopf.on.login(registry=kopf_registry)(_login)
     for kind in WATCHED:
-        kopf.on.event(kind.group, kind.version, kind.plural, registry=made, id="seen")(_handler(kind, take))
-    return made
+        kopf.on.event(kind.group, kind.version, kind.plural, registry=kopf_registry, id="seen")(_handler(kind, take))
+    return kopf_registry
 
 
 async def _login(**_: Any) -> kopf.ConnectionInfo:
@@ -142,7 +142,7 @@ class WatchEnded(KestrlError):
     code = "watch_ended"
 
 
-class Watch:
+class WatchThread:
     """Kopf in a thread with its own event loop, because on its end it cancels every task of its loop."""
 
     def __init__(self, take: Taken, namespaces: tuple[str, ...]) -> None:
@@ -162,15 +162,15 @@ class Watch:
         Raises:
             WatchEnded: The watch ended without `stop`.
         """
-        why = await asyncio.to_thread(uvloop.run, self._operate())
+        reason = await asyncio.to_thread(uvloop.run, self._operate())
         if not self._stop_requested:
-            raise WatchEnded(f"a watch stream cannot go on: {why}")
+            raise WatchEnded(f"a watch stream cannot go on: {reason}")
 
     async def _operate(self) -> str:
         """Runs kopf; returns why it ended, if not because of `stop`."""
 
-        def hand_over(kind: Kind, given: Object, deleted: bool) -> None:
-            self._loop.call_soon_threadsafe(self._take, kind, given, deleted)
+        def hand_over(kind: Kind, body: Object, deleted: bool) -> None:
+            self._loop.call_soon_threadsafe(self._take, kind, body, deleted)
 
         logging.getLogger("kopf._core.reactor.running").addFilter(_not_of_signals)
         try:

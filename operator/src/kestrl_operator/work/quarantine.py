@@ -26,12 +26,12 @@ def is_quarantined(raw: Mapping[str, Any], killed_by: Handled | None) -> bool:
 def message(raw: Mapping[str, Any]) -> str:
     """The message of condition Ready; empty if it is reported already."""
     generation = raw["metadata"].get("generation", 0)
-    why = (
+    text = (
         f"an operator was killed while it worked on generation {generation} of the spec; the job is left as it is "
         "until a field of its spec changes: see the operator's memory limit and log, and report the spec if it is "
         "a reasonable one"
     )
-    return "" if any(item["message"] == why for item in _reported(raw)) else why
+    return "" if any(item["message"] == text for item in _reported(raw)) else text
 
 
 def _reported(raw: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

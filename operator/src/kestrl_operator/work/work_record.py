@@ -50,11 +50,11 @@ class WorkRecord:
             return
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            left = os.pread(self._file, LARGEST_RECORD, 0)
+            record = os.pread(self._file, LARGEST_RECORD, 0)
             os.ftruncate(self._file, 0)
         except OSError as error:
             raise UserInputError(f"workFile: {path}: {error.strerror}; name a file in a volume of the pod") from error
-        self.killed_by = _read(left)
+        self.killed_by = _read(record)
         if self.killed_by is not None:
             log.error(
                 "the previous process was killed while it worked on %s/%s",
@@ -82,10 +82,10 @@ class WorkRecord:
             self._file = None
 
 
-def _read(left: bytes) -> Handled | None:
+def _read(record: bytes) -> Handled | None:
     """The parsed record; None for an empty or truncated one."""
     try:
-        namespace, name, uid, generation = json.loads(left)
+        namespace, name, uid, generation = json.loads(record)
     except (ValueError, TypeError):
         return None
     return Handled(str(namespace), str(name), str(uid), int(generation))

@@ -42,13 +42,13 @@ class Queue(Generic[Key]):
         """Queues a key to be due after `delay` seconds; an earlier due time is kept. A failed key is not due before its
         back-off ends.
         """
-        due = max(asyncio.get_running_loop().time() + delay, self._patience.get(key, 0.0))
+        due_time = max(asyncio.get_running_loop().time() + delay, self._patience.get(key, 0.0))
         if key in self._taken:
-            self._again[key] = min(due, self._again.get(key, due))
-        elif due < self._due.get(key, float("inf")):
-            self._due[key] = due
+            self._again[key] = min(due_time, self._again.get(key, due_time))
+        elif due_time < self._due.get(key, float("inf")):
+            self._due[key] = due_time
             self._count += 1
-            heapq.heappush(self._order, (due, self._count, key))
+            heapq.heappush(self._order, (due_time, self._count, key))
             self._changed.set()
 
     async def take(self) -> Key:
@@ -57,8 +57,8 @@ class Queue(Generic[Key]):
             self._changed.clear()
             wait = self._until_next()
             if wait is not None and wait <= 0:
-                due, _, key = heapq.heappop(self._order)
-                if self._due.get(key) == due and key not in self._taken:
+                due_time, _, key = heapq.heappop(self._order)
+                if self._due.get(key) == due_time and key not in self._taken:
                     del self._due[key]
                     self._taken.add(key)
                     return key
@@ -103,8 +103,8 @@ class Queue(Generic[Key]):
 
     def _give_back(self, key: Key, delay: float | None) -> None:
         self._taken.discard(key)
-        again = self._again.pop(key, None)
-        if again is not None:
-            self.add(key, max(0.0, again - asyncio.get_running_loop().time()))
+        next_time = self._again.pop(key, None)
+        if next_time is not None:
+            self.add(key, max(0.0, next_time - asyncio.get_running_loop().time()))
         if delay is not None:
             self.add(key, delay)

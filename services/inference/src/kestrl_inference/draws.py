@@ -89,22 +89,22 @@ def _widened(mass: float, slack: float) -> Interval:
     return Interval(max(0.0, mass * math.exp(-slack)), min(1.0, mass * math.exp(slack)))
 
 
-def _described(group: Sequence[int], how: str, count: int, draws: int, mass: float) -> str:
+def _described(group: Sequence[int], word: str, count: int, draws: int, mass: float) -> str:
     tokens = f"token {group[0]}" if len(group) == 1 else f"the {len(group)} most probable tokens of those seen"
     return (
-        f"it drew {tokens} {how} often than it says: {count} of {draws} times at a probability of {min(mass, 1.0):.3g}"
+        f"it drew {tokens} {word} often than it says: {count} of {draws} times at a probability of {min(mass, 1.0):.3g}"
     )
 
 
-def _upper_tail(least: int, draws: int, probability: float) -> float:
+def _upper_tail(count: int, draws: int, probability: float) -> float:
     """Probability of at least so many successes in independent draws."""
-    if least <= 0 or probability >= 1.0:
+    if count <= 0 or probability >= 1.0:
         return 1.0
     if probability <= 0.0:
         return 0.0
     log_p, log_q = math.log(probability), math.log1p(-probability)
     terms = [
         math.lgamma(draws + 1) - math.lgamma(k + 1) - math.lgamma(draws - k + 1) + k * log_p + (draws - k) * log_q
-        for k in range(least, draws + 1)
+        for k in range(count, draws + 1)
     ]
     return math.fsum(math.exp(term) for term in terms)

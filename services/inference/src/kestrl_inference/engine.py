@@ -110,7 +110,7 @@ class Engine:
             EngineFailure: No answer: code `engine_unreachable` or `BUSY`.
         """
         limit = self._timeout if seconds is None else min(seconds, self._timeout)
-        what = f"{request.method} {request.path}"
+        call = f"{request.method} {request.path}"
         try:
             async with self._client().request(
                 request.method,
@@ -122,13 +122,13 @@ class Engine:
                 content = await response.read()
                 if response.status >= 300:
                     excerpt = self._redactor.text(content[:2000].decode(errors="replace"))[:500]
-                    message = f"{what}: {response.status}: {excerpt}"
+                    message = f"{call}: {response.status}: {excerpt}"
                     raise EngineRefused(response.status, message, content)
                 return content, response.headers
         except TimeoutError as error:
-            raise EngineFailure(f"{what}: no answer in {limit:g} s", code=BUSY) from error
+            raise EngineFailure(f"{call}: no answer in {limit:g} s", code=BUSY) from error
         except aiohttp.ClientError as error:
-            raise EngineFailure(f"{what}: {type(error).__name__}: {error}", code="engine_unreachable") from error
+            raise EngineFailure(f"{call}: {type(error).__name__}: {error}", code="engine_unreachable") from error
 
     async def look(self) -> Pulse:
         """Checks health, start time and loaded adapters; does not raise if the engine is down."""
@@ -240,14 +240,14 @@ class Engine:
         return scores
 
 
-def _unfit(model: str, generated: Generated, most: int) -> str:
+def _unfit(model: str, generated: Generated, limit: int) -> str:
     """What contradicts the request for some tokens; empty if nothing does."""
     if generated.policy != model:
         return f"it names the policy {generated.policy!r} where {model!r} was asked for"
     count = len(generated.token_ids)
-    if not 1 <= count <= most or len(generated.logprobs) != count:
-        wanted = "one" if most == 1 else f"1 to {most}"
-        return f"{count} tokens with {len(generated.logprobs)} log-probs for {wanted}"
+    if not 1 <= count <= limit or len(generated.logprobs) != count:
+        expected = "one" if limit == 1 else f"1 to {limit}"
+        return f"{count} tokens with {len(generated.logprobs)} log-probs for {expected}"
     return "" if all(map(math.isfinite, generated.logprobs)) else "its log-prob is not finite"
 
 

@@ -23,7 +23,7 @@ from kestrl.errors import Boundary, EngineFailure, Failure, FailureError, Kestrl
 from kestrl.storage import AdapterManifest
 from kestrl_inference.engine import Engine, EngineRefused
 from kestrl_inference.fetch import fetch
-from kestrl_inference.proof import Comparison, compare
+from kestrl_inference.proof import ProbeComparison, compare
 from kestrl_inference.sampling import sampling_failure
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Loaded:
     prove_seconds: float = 0.0
 
 
-class EngineBuild(NamedTuple):
+class ProvedBuild(NamedTuple):
     """What answers."""
 
     engine: str
@@ -72,7 +72,7 @@ class LoadedAdapters:
         self.held: dict[str, WantedAdapter] = {}
         self.last: Loaded | None = None
         """Result of the last load."""
-        self.build: EngineBuild | None = None
+        self.build: ProvedBuild | None = None
         """What answered the last verification."""
         self._folder = Path(settings.adapters_dir).resolve()  # the engine may have another working directory
         self._leaving: dict[str, Path] = {}
@@ -109,14 +109,14 @@ class LoadedAdapters:
 
     def proved(self) -> frozenset[str]:
         """Names of the verified versions."""
-        return frozenset(name for name, held in self.held.items() if held.proved)
+        return frozenset(name for name, adapter in self.held.items() if adapter.proved)
 
     def settled(self) -> bool:
         """Whether every wanted version is verified or being loaded, and every other one is unloaded."""
         return not self._leaving and not self._unproved()
 
     def _unproved(self) -> list[WantedAdapter]:
-        return [held for name, held in self.held.items() if not held.proved and name not in self._loading]
+        return [adapter for name, adapter in self.held.items() if not adapter.proved and name not in self._loading]
 
     async def load(self, policy: PolicyVersion, uri: str) -> Loaded:
         """Downloads, loads and verifies a version. A version that is already verified is only verified again.
@@ -134,7 +134,7 @@ class LoadedAdapters:
         if task is None:
             task = asyncio.create_task(self._load(policy, uri), name=f"load-{policy.name}")
             self._loading[policy.name] = task
-            task.add_done_callback(lambda done: self._finished(policy.name, done))
+            task.add_done_callback(lambda ended_task: self._finished(policy.name, ended_task))
         return await asyncio.shield(task)
 
     def _finished(self, name: str, task: asyncio.Task[Loaded]) -> None:
@@ -148,21 +148,21 @@ class LoadedAdapters:
         async with self._lock:
             with span(SpanName.LOAD, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
                 began = time.perf_counter()
-                held = self.held.get(name)
-                if held is None:
+                adapter = self.held.get(name)
+                if adapter is None:
                     await self._sweep()
                     self._require_slot(policy)
                     manifest = await asyncio.to_thread(fetch, uri, policy, self._folder / name)
-                    held = self.held[name] = WantedAdapter(policy, self._folder / name, manifest)
-                elif held.policy != policy:
+                    adapter = self.held[name] = WantedAdapter(policy, self._folder / name, manifest)
+                elif adapter.policy != policy:
                     raise StorageError(f"{name} is loaded with a different digest than requested", code="wrong_policy")
                 fetched = time.perf_counter()
                 try:
-                    await self._push(held)
+                    await self._push(adapter)
                     pushed = time.perf_counter()
-                    comparison = await self._prove(held)
+                    comparison = await self._prove(adapter)
                 except KestrlError as error:
-                    held.failure = error.failure(component=self.settings.component)
+                    adapter.failure = error.failure(component=self.settings.component)
                     raise
                 self.last = Loaded(
                     gap=comparison.gap,
@@ -173,16 +173,16 @@ class LoadedAdapters:
                 return self.last
 
     def _require_slot(self, policy: PolicyVersion) -> None:
-        taken = len(self.held)
-        if taken >= self.settings.slots:
+        count = len(self.held)
+        if count >= self.settings.slots:
             raise EngineFailure(
-                f"{self.settings.engine_name} holds {taken} versions and has no slot for {policy.name}; retire one "
+                f"{self.settings.engine_name} holds {count} versions and has no slot for {policy.name}; retire one "
                 "first",
                 code="no_free_slot",
                 retryable=False,
             )
 
-    async def _push(self, held: WantedAdapter) -> None:
+    async def _push(self, adapter: WantedAdapter) -> None:
         """Loads a version into the engine, unless it is already loaded.
 
         A new version is loaded without checking the engine's list, which would take as long again.
@@ -190,10 +190,10 @@ class LoadedAdapters:
         Raises:
             EngineFailure: The engine refused the adapter, or uses the name for another folder.
         """
-        name, folder = held.policy.name, str(held.folder)
-        if not held.fresh and await self._root(name) == folder:
+        name, folder = adapter.policy.name, str(adapter.folder)
+        if not adapter.fresh and await self._root(name) == folder:
             return
-        held.fresh = False
+        adapter.fresh = False
         try:
             await self.engine.load(name, folder)
         except EngineRefused as refused:
@@ -202,26 +202,26 @@ class LoadedAdapters:
                 return
             error = refused if root is None else EngineRefused(409, f"the name is taken by {root}")
             self.held.pop(name, None)
-            await asyncio.to_thread(shutil.rmtree, held.folder, ignore_errors=True)
-            raise self._refused(held, error) from error
+            await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)
+            raise self._refused(adapter, error) from error
 
     async def _root(self, name: str) -> str | None:
         """Folder of an adapter in the engine's list."""
         return (await self.engine.adapters()).get(name)
 
-    def _refused(self, held: WantedAdapter, error: EngineRefused) -> EngineFailure:
-        said = f"{self.settings.engine_name} refused {held.policy.name}"
+    def _refused(self, adapter: WantedAdapter, error: EngineRefused) -> EngineFailure:
+        head = f"{self.settings.engine_name} refused {adapter.policy.name}"
         if self.engine.dialect.is_rank_too_high(error.answer):
             return EngineFailure(
-                f"{said}: its rank {held.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank "
+                f"{head}: its rank {adapter.manifest.rank} is above the engine's limit; lower spec.model.adapter.rank "
                 "or raise "
                 f"spec.inference.args.max-lora-rank ({error})",
                 code="rank_too_high",
                 retryable=False,
             )
-        return EngineFailure(f"{said} (rank {held.manifest.rank}): {error}", code="adapter_refused", retryable=False)
+        return EngineFailure(f"{head} (rank {adapter.manifest.rank}): {error}", code="adapter_refused", retryable=False)
 
-    async def _prove(self, held: WantedAdapter) -> Comparison:
+    async def _prove(self, adapter: WantedAdapter) -> ProbeComparison:
         """Verifies a version with its probe and one sampled token, the first one after a start of the engine with more
         draws, too; a version that fails is unloaded and removed.
 
@@ -229,26 +229,30 @@ class LoadedAdapters:
             FailureError: The verification failed.
             EngineFailure: The engine's answers cannot be read (code `engine_nonsense`).
         """
-        name = held.policy.name
+        name = adapter.policy.name
         with span(SpanName.PROVE, {Attr.POLICY: name, Attr.ENGINE: self.settings.engine_name}):
-            held.proved = False
-            scores = await self.engine.score(name, held.manifest.probe.token_ids)
-            await self.engine.sample(name, held.manifest.probe.token_ids)
-            others = {other: known.manifest.probe for other, known in self.held.items() if other != name}
+            adapter.proved = False
+            scores = await self.engine.score(name, adapter.manifest.probe.token_ids)
+            await self.engine.sample(name, adapter.manifest.probe.token_ids)
+            other_probes = {
+                sibling_name: sibling.manifest.probe
+                for sibling_name, sibling in self.held.items()
+                if sibling_name != name
+            }
             comparison = compare(
-                name, self.settings.engine_name, held.manifest.probe, scores, self.settings.probe_bound, others
+                name, self.settings.engine_name, adapter.manifest.probe, scores, self.settings.probe_bound, other_probes
             )
-            failure = comparison.failure or await self._sampling_failure(held)
-            held.proved, held.failure = failure is None, failure
+            failure = comparison.failure or await self._sampling_failure(adapter)
+            adapter.proved, adapter.failure = failure is None, failure
             if failure is not None:
-                log.error("%s%s", failure, self._other_base(held))
-                await self._forget(held)
+                log.error("%s%s", failure, self._other_base(adapter))
+                await self._forget(adapter)
                 raise FailureError(failure)
-            self.build = EngineBuild(self.engine.dialect.name, await self.engine.version(), self.engine.dialect.witness)
+            self.build = ProvedBuild(self.engine.dialect.name, await self.engine.version(), self.engine.dialect.witness)
             log.info("%s is proved on %s, %s", name, self.settings.engine_name, self.build)
             return comparison
 
-    async def _sampling_failure(self, held: WantedAdapter) -> Failure | None:
+    async def _sampling_failure(self, adapter: WantedAdapter) -> Failure | None:
         """Why the engine does not sample from the distribution of a version; compared once per start of the engine."""
         if self._draws_compared:
             return None
@@ -256,8 +260,8 @@ class LoadedAdapters:
         failure = await sampling_failure(
             self.engine,
             settings.engine_name,
-            held.policy.name,
-            held.manifest.probe.token_ids,
+            adapter.policy.name,
+            adapter.manifest.probe.token_ids,
             draws=settings.draws,
             seconds=settings.draw_seconds,
             bound=settings.probe_bound,
@@ -265,18 +269,18 @@ class LoadedAdapters:
         self._draws_compared = failure is None
         return failure
 
-    def _other_base(self, held: WantedAdapter) -> str:
+    def _other_base(self, adapter: WantedAdapter) -> str:
         """Possible reason of a failed probe. Not an error by itself, since a model may have two addresses."""
-        theirs, ours = held.manifest.base_model, self.settings.base_model
+        theirs, ours = adapter.manifest.base_model, self.settings.base_model
         return "" if theirs == ours else f"; it was trained on {theirs}, this engine serves {ours}"
 
-    async def _forget(self, held: WantedAdapter) -> None:
+    async def _forget(self, adapter: WantedAdapter) -> None:
         """Removes a failed version; `settle` retries if unloading fails."""
-        self._leave(held)
+        self._leave(adapter)
         try:
             await self._sweep()
         except EngineFailure as error:
-            log.warning("%s is not unloaded yet: %s", held.policy.name, error)
+            log.warning("%s is not unloaded yet: %s", adapter.policy.name, error)
 
     async def retire(self, policy: PolicyVersion) -> None:
         """Unloads a version, then deletes its files. It is retired immediately; `settle` retries if unloading fails.
@@ -285,15 +289,15 @@ class LoadedAdapters:
             EngineFailure: The engine has not unloaded it yet.
         """
         async with self._lock:
-            held = self.held.get(policy.name)
-            if held is not None:
-                self._leave(held)
+            adapter = self.held.get(policy.name)
+            if adapter is not None:
+                self._leave(adapter)
             await self._sweep()
 
-    def _leave(self, held: WantedAdapter) -> None:
-        held.proved = False
-        self.held.pop(held.policy.name, None)
-        self._leaving[held.policy.name] = held.folder
+    def _leave(self, adapter: WantedAdapter) -> None:
+        adapter.proved = False
+        self.held.pop(adapter.policy.name, None)
+        self._leaving[adapter.policy.name] = adapter.folder
 
     async def _sweep(self) -> None:
         """Unloads retired versions, then deletes their files.
@@ -319,25 +323,25 @@ class LoadedAdapters:
         async with self._lock:
             if lost:
                 self._draws_compared = self.settings.draws == 0
-            for held in self.held.values():
-                held.proved = held.proved and not lost
+            for adapter in self.held.values():
+                adapter.proved = adapter.proved and not lost
             try:
                 await self._sweep()
             except EngineFailure as error:
                 log.warning("%s: %s", self.settings.component, error)
-            for held in self._unproved():
+            for adapter in self._unproved():
                 try:
-                    await self._push(held)
-                    await self._prove(held)
+                    await self._push(adapter)
+                    await self._prove(adapter)
                 except KestrlError as error:
-                    held.failure = error.failure(component=self.settings.component)
-                    log.warning("%s is not verified on %s: %s", held.policy.name, self.settings.engine_name, error)
+                    adapter.failure = error.failure(component=self.settings.component)
+                    log.warning("%s is not verified on %s: %s", adapter.policy.name, self.settings.engine_name, error)
 
     def unprove(self, reason: str) -> None:
         """Marks all versions as unverified because the engine stopped answering."""
-        for held in self.held.values():
-            held.proved = False
-            held.failure = Failure(
+        for adapter in self.held.values():
+            adapter.proved = False
+            adapter.failure = Failure(
                 boundary=Boundary.ENGINE,
                 code="engine_down",
                 message=reason,

@@ -12,9 +12,9 @@ def observe_engine(watch: Watch, adapters: LoadedAdapters) -> None:
     """Registers metrics of the engine's state, its adapters, and the last load."""
 
     def versions() -> dict[str, float]:
-        held = list(adapters.held.values())
-        proved = sum(item.proved for item in held)
-        return {"proved": proved, "unproved": len(held) - proved}
+        held_adapters = list(adapters.held.values())
+        proved = sum(item.proved for item in held_adapters)
+        return {"proved": proved, "unproved": len(held_adapters) - proved}
 
     def load_seconds() -> dict[str, float]:
         last = adapters.last

@@ -19,7 +19,7 @@ BASE = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ProbeComparison:
     """Result of the comparison."""
 
     gap: float
@@ -34,7 +34,7 @@ def compare(
     scores: Sequence[float],
     bound: float,
     others: Mapping[str, Probe] = MappingProxyType({}),
-) -> Comparison:
+) -> ProbeComparison:
     """Compares the probe log-probs of an engine with those of the learner.
 
     Args:
@@ -52,15 +52,17 @@ def compare(
         for other, theirs in others.items()
         if theirs.token_ids == probe.token_ids
     }
-    nearest = min(alike, key=lambda other: alike[other])
-    mistaken = CLEARLY * alike[nearest] < gap
+    likeness = min(alike, key=lambda other: alike[other])
+    mistaken = CLEARLY * alike[likeness] < gap
     if gap <= bound and not mistaken:
-        return Comparison(gap=gap, failure=None)
-    if not mistaken or alike[nearest] > bound:
-        code, what = "probe_failed", "it answers neither as the adapter nor as the base model"
-    elif nearest == BASE:
-        code, what = "adapter_not_applied", "it answers as the base model does"
+        return ProbeComparison(gap=gap, failure=None)
+    if not mistaken or alike[likeness] > bound:
+        code, finding = "probe_failed", "it answers neither as the adapter nor as the base model"
+    elif likeness == BASE:
+        code, finding = "adapter_not_applied", "it answers as the base model does"
     else:
-        code, what = "other_version", f"it answers as {nearest} does"
-    message = f"{engine} does not serve {name}: {what} (probe gap {gap:.3g}, bound {bound:.3g})"
-    return Comparison(gap=gap, failure=Failure(boundary=Boundary.ENGINE, code=code, message=message, component=engine))
+        code, finding = "other_version", f"it answers as {likeness} does"
+    message = f"{engine} does not serve {name}: {finding} (probe gap {gap:.3g}, bound {bound:.3g})"
+    return ProbeComparison(
+        gap=gap, failure=Failure(boundary=Boundary.ENGINE, code=code, message=message, component=engine)
+    )

@@ -70,12 +70,12 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
             state=engine_state_to_proto(watch.reported_state),
             policies=[
                 pb.LoadedPolicy(
-                    policy=policy_to_proto(held.policy),
+                    policy=policy_to_proto(adapter.policy),
                     # A verification that ended when the engine went down is not valid for the restarted engine.
-                    proved=held.proved and watch.state is not EngineState.DOWN,
-                    failure=None if held.failure is None else failure_to_proto(held.failure),
+                    proved=adapter.proved and watch.state is not EngineState.DOWN,
+                    failure=None if adapter.failure is None else failure_to_proto(adapter.failure),
                 )
-                for held in self._adapters.held.values()
+                for adapter in self._adapters.held.values()
             ],
             restarts=watch.restarts,
             failure=None if watch.failure is None else failure_to_proto(watch.failure),

@@ -20,9 +20,9 @@ from kestrl_inference.loaded_adapters import LoadedAdapters
 log = logging.getLogger(__name__)
 
 
-def came_back(before: Pulse, now: Pulse, wanted: frozenset[str]) -> bool:
+def came_back(before: Pulse, now: Pulse, versions: frozenset[str]) -> bool:
     """Whether a healthy engine has restarted, or has lost a verified version. Pure."""
-    return not before.healthy or (before.born != now.born and before.born > 0) or not wanted <= now.adapters
+    return not before.healthy or (before.born != now.born and before.born > 0) or not versions <= now.adapters
 
 
 @dataclass(slots=True)
@@ -108,14 +108,14 @@ class Watch:
         if not (now := await self.engine.look()).healthy:
             self._is_down(now)
 
-    async def _is_up(self, now: Pulse, wanted: frozenset[str]) -> None:
+    async def _is_up(self, now: Pulse, versions: frozenset[str]) -> None:
         if self._seen is None or self.state is EngineState.STARTING:
             try:
                 await self.adapters.unload_earlier()
             except EngineFailure as error:
                 log.warning("%s: %s; retrying", self.component, error)
                 return
-        elif came_back(self._seen, now, wanted):
+        elif came_back(self._seen, now, versions):
             self.restarts += 1
             self.state = EngineState.RECOVERING
             log.warning("%s is back (restart %d); reloading and verifying its versions", self.component, self.restarts)
@@ -131,8 +131,8 @@ class Watch:
 
     def _is_down(self, now: Pulse) -> None:
         self._seen = now
-        if self.failure_file is not None and (found := engine_failure.read(self.failure_file)) is not None:
-            self._cannot_start(found)
+        if self.failure_file is not None and (start_failure := engine_failure.read(self.failure_file)) is not None:
+            self._cannot_start(start_failure)
         if self.state is EngineState.STARTING:
             return
         if self.state is not EngineState.DOWN:
@@ -148,15 +148,15 @@ class Watch:
         self.adapters.unprove(now.reason)
         self.up.clear()
 
-    def _cannot_start(self, found: EngineStartFailure) -> None:
+    def _cannot_start(self, start_failure: EngineStartFailure) -> None:
         """Applies the record of why the engine's last start failed."""
         if self.failure is None or self.failure.code != engine_failure.CODE:
-            log.error("%s: the engine does not start: %s", self.component, found.message)
+            log.error("%s: the engine does not start: %s", self.component, start_failure.message)
         self.failure = Failure(
             boundary=Boundary.ENGINE,
             code=engine_failure.CODE,
-            message=f"the engine does not start: {found.message}",
-            retryable=not found.lasting,
+            message=f"the engine does not start: {start_failure.message}",
+            retryable=not start_failure.lasting,
             component=self.component,
         )
 

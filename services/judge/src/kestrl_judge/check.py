@@ -25,7 +25,7 @@ from kestrl_judge.worker import Rule
 ANSWER = "A made answer of `kestrl validate`."
 
 
-class Trial(NamedTuple):
+class RewardTrial(NamedTuple):
     """What one call of a reward has shown; both are empty if it returned a score."""
 
     problem: str = ""
@@ -64,7 +64,9 @@ def _first_row(settings: RewardsCheck) -> DataRow | None:
     return None
 
 
-def _tried(entry: RewardEntry, function: Reward, row: DataRow | None, max_turns: int, runner: asyncio.Runner) -> Trial:
+def _tried(
+    entry: RewardEntry, function: Reward, row: DataRow | None, max_turns: int, runner: asyncio.Runner
+) -> RewardTrial:
     """One call with a made attempt. What it returns is its signature; what it raises may be due to the attempt, which
     called no tool.
     """
@@ -75,19 +77,25 @@ def _tried(entry: RewardEntry, function: Reward, row: DataRow | None, max_turns:
     try:
         rule.score(attempt)
     except VerdictNeeded:
-        return Trial()
+        return RewardTrial()
     except JudgeFailure as error:
         problem = f"{entry.field}: {error}"
-        return Trial(warning=f"{problem} (for a made attempt{where})") if error.code == NOT_FINITE else Trial(problem)
+        return (
+            RewardTrial(warning=f"{problem} (for a made attempt{where})")
+            if error.code == NOT_FINITE
+            else RewardTrial(problem)
+        )
     except UserCodeError as error:
-        return Trial(
+        return RewardTrial(
             warning=f"{entry.field}: {error} (for a made attempt{where} that calls no tool); an episode for which it "
             "raises has no reward"
         )
     for metric in unusable:
         problem = f"{entry.field}: {entry.rule}: {metric.text}; in a run it is left out, and counted in {LEFT_OUT}"
-        return Trial(warning=f"{problem} (for a made attempt{where})") if metric.by_value else Trial(problem)
-    return Trial()
+        return (
+            RewardTrial(warning=f"{problem} (for a made attempt{where})") if metric.by_value else RewardTrial(problem)
+        )
+    return RewardTrial()
 
 
 def made_attempt(row: DataRow | None, max_turns: int) -> Attempt:

@@ -13,11 +13,11 @@ from typing import Any
 from kestrl._shared.plan.settings.judge import JudgeEntry
 from kestrl.errors import Failure
 from kestrl.rewards import Claim
-from kestrl_judge.ruler.asking import Asker, BuildPrompt, Counts
-from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.asking import Asker, BuildPrompt, JudgeCounts
+from kestrl_judge.ruler.client import NoScores, NoScoresReason
 from kestrl_judge.ruler.escaping import encode, estimated_tokens
 from kestrl_judge.ruler.journal import Journal
-from kestrl_judge.ruler.prompt import RESERVE, Prompt, digest
+from kestrl_judge.ruler.prompt import RESERVE, JudgePrompt, digest
 from kestrl_judge.ruler.reply import (
     LONGEST_ENFORCED,
     Grade,
@@ -87,7 +87,7 @@ class VerdictForm:
         return f'"answer_id": "{self.name}", an "explanation", and "correct", which is true or false'
 
 
-def build_prompt(claim: Claim, *, salt: str, tokens: int) -> Prompt:
+def build_prompt(claim: Claim, *, salt: str, tokens: int) -> JudgePrompt:
     """The prompt of a claim; equal claims have equal prompts.
 
     Raises:
@@ -99,7 +99,7 @@ def build_prompt(claim: Claim, *, salt: str, tokens: int) -> Prompt:
     needed = estimated_tokens(INSTRUCTIONS) + estimated_tokens(user) + RESERVE
     if needed > tokens:
         raise TooLarge(f"question and answers have about {needed} tokens, more than {tokens} (maxPromptTokens)")
-    return Prompt(
+    return JudgePrompt(
         messages=[{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": user}],
         ids=[name],
         episodes={name: ("the answer",)},
@@ -120,7 +120,7 @@ class CorrectnessJudge:
         counts: Counts that it shares with other judges.
     """
 
-    def __init__(self, entry: JudgeEntry, *, salt: str, state_dir: str | None, counts: Counts) -> None:
+    def __init__(self, entry: JudgeEntry, *, salt: str, state_dir: str | None, counts: JudgeCounts) -> None:
         self._entry, self._salt, self._counts = entry, salt, counts
         self._journal = Journal(state_dir, NAME)
         self._asker: Asker | None = None
@@ -148,7 +148,7 @@ class CorrectnessJudge:
             async with asyncio.timeout(self._entry.seconds):
                 opinion = await self._asker.opinion(build, calls)
         except TimeoutError:
-            return self._unscored(NoScores(Reason.TIMEOUT, f"no verdict within {self._entry.seconds:g} s"))
+            return self._unscored(NoScores(NoScoresReason.TIMEOUT, f"no verdict within {self._entry.seconds:g} s"))
         except NoScores as error:
             return self._unscored(error)
         except JudgeStopped as error:

@@ -60,7 +60,7 @@ def _row(played: dict[str, Any], row: DataRow, rules: Sequence[Weighted], max_tu
 
 def _best(pairs: Sequence[list[Any]]) -> list[Any]:
     """The form that earns most; the first, with its failure, where all fail."""
-    numbers = [pair for pair in pairs if all(isinstance(each, float) for each in pair)]
+    numbers = [pair for pair in pairs if all(isinstance(number, float) for number in pair)]
     return max(numbers, key=min) if numbers else pairs[0]
 
 
@@ -71,9 +71,9 @@ def _reward(play: dict[str, Any], row: DataRow, rules: Sequence[Weighted], max_t
     attempt = make_attempt(*play["turns"], environments=play["environments"], max_turns=max_turns)
     messages = [*map(dict, row.scenario.messages), *attempt.episode.messages[1:]]
     episode = replace(attempt.episode, scenario_id=row.scenario.id, messages=messages)
-    whole: Attempt = replace(attempt, scenario=row.scenario, episode=episode)
+    full_attempt: Attempt = replace(attempt, scenario=row.scenario, episode=episode)
     try:
-        return math.fsum(weight * rule.score(whole).total for weight, rule in rules)
+        return math.fsum(weight * rule.score(full_attempt).total for weight, rule in rules)
     except VerdictNeeded:
         return "asks a judge model, which is not played"
     except (JudgeFailure, UserCodeError) as error:

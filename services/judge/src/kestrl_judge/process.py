@@ -24,7 +24,7 @@ START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class ProcessParameters:
     """Parameters of a reward process."""
 
     name: str
@@ -59,7 +59,7 @@ class RewardProcess:
 
     def __init__(
         self,
-        command: Command,
+        command: ProcessParameters,
         process: GuardedProcess,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -70,7 +70,7 @@ class RewardProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, command: Command) -> RewardProcess:
+    async def start(cls, command: ProcessParameters) -> RewardProcess:
         """Starts a process and waits until its reward is loaded.
 
         Raises:

@@ -19,7 +19,7 @@ from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
 from kestrl_judge.ruler.scorer import NAME, RulerScorer
 from kestrl_judge.rules import component_names
-from kestrl_judge.scoring import Gate, GroupJudgement, ScoredGroup, Scorer, Verdict, judge
+from kestrl_judge.scoring import GroupJudgement, ScoredGroup, Scorer, ScoringGate, Verdict, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Stored:
 
     name: str
     weight: float
-    gate: Gate | None = None
+    gate: ScoringGate | None = None
 
     async def open(self) -> None: ...
 
@@ -80,8 +80,10 @@ def _scorable(group: Group) -> Group:
     return replace(
         group,
         episodes=[
-            replace(each, failure=None) if each.failure is not None and each.failure.code == UNSCORED else each
-            for each in group.episodes
+            replace(episode, failure=None)
+            if episode.failure is not None and episode.failure.code == UNSCORED
+            else episode
+            for episode in group.episodes
         ],
     )
 
@@ -92,15 +94,15 @@ def _facts(group: Group, judged: GroupJudgement) -> dict[str, Any]:
         "scenario": group.scenario.id,
         "episodes": [
             {
-                "id": each.episode_id,
-                "old": stored[each.episode_id].rewards.get(NAME),
-                "old_reward": stored[each.episode_id].reward,
-                "new": each.rewards.get(NAME),
-                "new_reward": each.reward,
-                "failure": None if each.failure is None else str(each.failure),
-                "details": each.details.get(NAME),
+                "id": judgement.episode_id,
+                "old": stored[judgement.episode_id].rewards.get(NAME),
+                "old_reward": stored[judgement.episode_id].reward,
+                "new": judgement.rewards.get(NAME),
+                "new_reward": judgement.reward,
+                "failure": None if judgement.failure is None else str(judgement.failure),
+                "details": judgement.details.get(NAME),
             }
-            for each in judged.episodes
+            for judgement in judged.episodes
         ],
     }
 

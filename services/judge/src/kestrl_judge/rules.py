@@ -19,8 +19,8 @@ from kestrl.episode.codec import episode_to_proto, failure_from_proto, scenario_
 from kestrl.errors import Failure, JudgeFailure, UserInputError
 from kestrl.rewards import Claim, Score
 from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
-from kestrl_judge.process import Command, Died, Late, RewardProcess
-from kestrl_judge.scoring import Gate, JudgeStopped, ScoredGroup, Verdict
+from kestrl_judge.process import Died, Late, ProcessParameters, RewardProcess
+from kestrl_judge.scoring import JudgeStopped, ScoredGroup, ScoringGate, Verdict
 
 log = logging.getLogger(__name__)
 QUEUE = 4096
@@ -41,12 +41,17 @@ class RuleScorer:
     """Scorer of one rule."""
 
     def __init__(
-        self, entry: RewardEntry, command: Command, *, processes: int, correctness: CorrectnessJudge | None = None
+        self,
+        entry: RewardEntry,
+        command: ProcessParameters,
+        *,
+        processes: int,
+        correctness: CorrectnessJudge | None = None,
     ) -> None:
         self._correctness = correctness
         self.name = command.name
         self.rule = entry.rule
-        self.gate: Gate | None = None
+        self.gate: ScoringGate | None = None
         self.weight = entry.weight
         self._seconds = entry.seconds
         self._command = command
@@ -94,11 +99,11 @@ class RuleScorer:
         judged: dict[str, list[JudgedAnswer]] = {episode.id: [] for episode in group.episodes}
         requests: dict[str, pb.ScoreGroupRequest] = {}
         for episode in group.episodes:
-            alone = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
-            alone.group.id = group.id
-            alone.group.scenario.CopyFrom(scenario)
-            alone.group.episodes.append(episode_to_proto(episode))
-            requests[episode.id] = alone
+            single_request = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
+            single_request.group.id = group.id
+            single_request.group.scenario.CopyFrom(scenario)
+            single_request.group.episodes.append(episode_to_proto(episode))
+            requests[episode.id] = single_request
         verdicts = await asyncio.gather(
             *(self._verdict(request, judged[name], calls) for name, request in requests.items())
         )
@@ -210,7 +215,7 @@ def rule_scorers(settings: JudgeSettings, correctness: CorrectnessJudge | None =
     return [
         RuleScorer(
             entry,
-            Command(
+            ProcessParameters(
                 name=name,
                 rule=entry.rule,
                 field=entry.field,

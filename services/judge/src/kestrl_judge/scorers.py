@@ -6,7 +6,7 @@ from kestrl._shared.plan.settings.judge import JudgeSettings, RulerEntry
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Metric
 from kestrl_judge.correctness import CorrectnessJudge
-from kestrl_judge.ruler.asking import Counts
+from kestrl_judge.ruler.asking import JudgeCounts
 from kestrl_judge.ruler.scorer import RulerScorer
 from kestrl_judge.rules import RuleScorer, rule_scorers
 from kestrl_judge.scoring import Scorer
@@ -18,7 +18,7 @@ def make_scorers(settings: JudgeSettings) -> list[Scorer]:
     Raises:
         UserInputError: A rule is listed twice.
     """
-    counts = Counts()
+    counts = JudgeCounts()
     _observe(counts)
     correctness = None
     if settings.correctness is not None:
@@ -40,7 +40,7 @@ def _with_component(ruler: RulerEntry, rules: list[RuleScorer]) -> RulerEntry:
     return ruler.model_copy(update={"gate": component})
 
 
-def _observe(counts: Counts) -> None:
+def _observe(counts: JudgeCounts) -> None:
     observe(Metric.JUDGE_CALLS, lambda: {key: float(count) for key, count in counts.calls.items()})
     observe(Metric.JUDGE_TOKENS, lambda: {key: float(count) for key, count in counts.tokens.items()})
     observe(Metric.JUDGE_COST, lambda: dict(counts.cost))

@@ -28,7 +28,7 @@ class JudgeStopped(JudgeFailure):
         super().__init__(f"{component}: the judge is shutting down")
 
 
-class Gate(NamedTuple):
+class ScoringGate(NamedTuple):
     """A component that decides which episodes another one scores; the others get 0 from that one."""
 
     component: str
@@ -59,7 +59,7 @@ class Scorer(Protocol):
     def weight(self) -> float: ...
 
     @property
-    def gate(self) -> Gate | None:
+    def gate(self) -> ScoringGate | None:
         """The component that must pass an episode before this one scores it."""
         ...
 
@@ -123,21 +123,21 @@ async def open_all(scorers: Iterable[Scorer]) -> None:
 
 async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> GroupJudgement:
     """Scores the episodes of a group that did not fail: components concurrently, gated ones after the others."""
-    whole = replace(group, episodes=[episode for episode in group.episodes if episode.failure is None])
-    if not whole.episodes:
+    scorable = replace(group, episodes=[episode for episode in group.episodes if episode.failure is None])
+    if not scorable.episodes:
         return GroupJudgement()
     scored: dict[str, ScoredGroup] = {}
     for gated in (False, True):
-        due = [scorer for scorer in scorers if (scorer.gate is not None) is gated]
+        stage = [scorer for scorer in scorers if (scorer.gate is not None) is gated]
         async with asyncio.TaskGroup() as tasks:
             running = {
-                scorer.name: tasks.create_task(_score(scorer, whole, scored, max_turns), name=scorer.name)
-                for scorer in due
+                scorer.name: tasks.create_task(_score(scorer, scorable, scored, max_turns), name=scorer.name)
+                for scorer in stage
             }
         scored |= {name: task.result() for name, task in running.items()}
     return GroupJudgement(
-        [combine(episode.id, scorers, scored) for episode in whole.episodes],
-        {name: found.details for name, found in scored.items() if found.details is not None},
+        [combine(episode.id, scorers, scored) for episode in scorable.episodes],
+        {name: component.details for name, component in scored.items() if component.details is not None},
     )
 
 
@@ -188,7 +188,9 @@ def combine(episode_id: str, scorers: Sequence[Scorer], scored: Mapping[str, Sco
             "reward_not_finite",
             f"the weighted sum of {', '.join(rewards)} is {total}; it must be finite and at most {LARGEST_REWARD:g}",
         )
-    details = {name: found.episodes[episode_id] for name, found in scored.items() if episode_id in found.episodes}
+    details = {
+        name: component.episodes[episode_id] for name, component in scored.items() if episode_id in component.episodes
+    }
     return Judgement(
         episode_id=episode_id,
         reward=total if failure is None else None,

@@ -27,7 +27,9 @@ class JudgeServicer(stubs.JudgeServiceServicer):
         attributes = {Attr.GROUP_ID: group.id, Attr.SCENARIO_ID: group.scenario.id}
         with span(SpanName.SCORE, attributes) as current:
             judged = await judge(self._scorers, group, max_turns=request.max_turns)
-            failed = next((each.failure for each in judged.episodes if each.failure is not None), None)
+            failed = next(
+                (one_judgement.failure for one_judgement in judged.episodes if one_judgement.failure is not None), None
+            )
             if failed is not None:
                 current.set_attributes({Attr.FAILURE_BOUNDARY: str(failed.boundary), Attr.ERROR_TYPE: failed.code})
         return pb.ScoreGroupResponse(

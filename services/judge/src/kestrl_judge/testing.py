@@ -37,8 +37,8 @@ async def check_scorer(make: Callable[[], Scorer], group: Group, *, max_turns: i
         await open_all([scorer])
         try:
             _check_verdicts(await scorer.score(group, max_turns=max_turns), group, max_turns)
-            alone = replace(group, episodes=group.episodes[:1])
-            _check_verdicts(await scorer.score(alone, max_turns=max_turns), alone, max_turns)
+            group_of_one = replace(group, episodes=group.episodes[:1])
+            _check_verdicts(await scorer.score(group_of_one, max_turns=max_turns), group_of_one, max_turns)
             await _check_groups_at_once(scorer, group, max_turns)
             await _check_cancellation(scorer, group, max_turns)
         finally:
@@ -80,9 +80,9 @@ async def _check_groups_at_once(scorer: Scorer, group: Group, max_turns: int) ->
         )
         for number in range(2)
     ]
-    scored = await asyncio.gather(*(scorer.score(each, max_turns=max_turns) for each in groups))
-    for verdicts, each in zip(scored, groups, strict=True):
-        _check_verdicts(verdicts, each, max_turns)
+    scored = await asyncio.gather(*(scorer.score(scored_group, max_turns=max_turns) for scored_group in groups))
+    for verdicts, scored_group in zip(scored, groups, strict=True):
+        _check_verdicts(verdicts, scored_group, max_turns)
 
 
 async def _check_cancellation(scorer: Scorer, group: Group, max_turns: int) -> None:

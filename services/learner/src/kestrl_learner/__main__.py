@@ -21,10 +21,10 @@ async def work(settings: LearnerSettings) -> None:
     stopped.
     """
     from kestrl_learner.progress.metrics import observe_progress
-    from kestrl_learner.run import KeepAlive, Run
+    from kestrl_learner.run import KeepAlive, LearnerRun
     from kestrl_learner.servicer import LearnerServicer
 
-    run = Run(settings)
+    run = LearnerRun(settings)
     observe_progress(run.progress)
     keep_alive = KeepAlive(run)
     main = asyncio.create_task(keep_alive.main(), name="run")

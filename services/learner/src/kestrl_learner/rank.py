@@ -36,35 +36,35 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks, and rank 0 decides
     from kestrl_learner.ranks.group import EXIT_LOST, RankLost, meet
 
-    given = arguments()
-    start_log(f"%(asctime)s %(levelname)s %(name)s: rank {given.rank}: %(message)s")
+    options = arguments()
+    start_log(f"%(asctime)s %(levelname)s %(name)s: rank {options.rank}: %(message)s")
     try:
-        store = meet(given.store, given.count)
-        if given.rank < given.per_machine:
-            follow_rank_0(given, store)
+        store = meet(options.store, options.count)
+        if options.rank < options.per_machine:
+            follow_rank_0(options, store)
         else:
-            follow_from_another_pod(given, store)
+            follow_from_another_pod(options, store)
     except RankLost as error:
         logging.error("%s", error.failure())  # noqa: LOG015 - of this program
         raise SystemExit(EXIT_LOST) from None
 
 
-def follow_rank_0(given: argparse.Namespace, store: Store) -> None:
+def follow_rank_0(options: argparse.Namespace, store: Store) -> None:
     """Performs rank 0's commands to the end.
 
     Raises:
         RankLost: Another rank ended.
     """
-    from kestrl_learner.ranks.group import Group
+    from kestrl_learner.ranks.group import RankGroup
     from kestrl_learner.train.commands import follow
     from kestrl_learner.train.compute import RankWork
 
-    group = Group(store, given.rank, given.count, given.device, per_machine=given.per_machine)
+    group = RankGroup(store, options.rank, options.count, options.device, per_machine=options.per_machine)
     follow(group, RankWork(group))
     group.leave()
 
 
-def follow_from_another_pod(given: argparse.Namespace, store: Store) -> None:
+def follow_from_another_pod(options: argparse.Namespace, store: Store) -> None:
     """Takes the rank's place, then does the same; a failure is reported to rank 0, which cannot see this process.
 
     Raises:
@@ -73,14 +73,14 @@ def follow_from_another_pod(given: argparse.Namespace, store: Store) -> None:
     from kestrl_learner.ranks.group import RankLost
     from kestrl_learner.ranks.places import Loss, gang_of, leave_with, report_loss, take_place
 
-    leave_with(gang_of(store, given.count), given.store, given.count)
-    take_place(store, given.rank)
+    leave_with(gang_of(store, options.count), options.store, options.count)
+    take_place(store, options.rank)
     try:
-        follow_rank_0(given, store)
+        follow_rank_0(options, store)
     except RankLost:
         raise
     except Exception as error:
-        report_loss(store, Loss(f"rank {given.rank}: {type(error).__name__}: {error}", failed=True))
+        report_loss(store, Loss(f"rank {options.rank}: {type(error).__name__}: {error}", failed=True))
         raise
 
 

@@ -56,9 +56,9 @@ class RankPod:
     """
 
     def __init__(self, settings: RanksSettings, index: int) -> None:
-        here = settings.ranks_per_pod
-        self._settings, self._here = settings, here
-        self._ranks = range((index + 1) * here, (index + 2) * here)
+        ranks_here = settings.ranks_per_pod
+        self._settings, self._here = settings, ranks_here
+        self._ranks = range((index + 1) * ranks_here, (index + 2) * ranks_here)
 
     async def main(self) -> None:
         """Has the ranks join one gang after the other until it is cancelled.
@@ -69,9 +69,9 @@ class RankPod:
         loop, short_gangs = asyncio.get_running_loop(), 0
         while True:
             await self._await_learner()
-            begun = loop.time()
+            began = loop.time()
             await self._one_gang()
-            short_gangs = 0 if loop.time() - begun > LONG_GANG else short_gangs + 1
+            short_gangs = 0 if loop.time() - began > LONG_GANG else short_gangs + 1
             await asyncio.sleep(BACKOFF.pause(1 + short_gangs))
 
     async def _await_learner(self) -> None:
@@ -99,8 +99,8 @@ class RankPod:
         log.info("the gang has ended")
 
     async def _start(self, rank: int) -> asyncio.subprocess.Process:
-        given = self._settings
-        command = rank_command(rank, given.ranks, self._here, given.leader, given.device)
+        settings = self._settings
+        command = rank_command(rank, settings.ranks, self._here, settings.leader, settings.device)
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
 
 

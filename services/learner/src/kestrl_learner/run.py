@@ -49,7 +49,7 @@ from kestrl_learner.store.run_end import end_run
 from kestrl_learner.store.runstore import DRAIN_SECONDS, Patience, RunStore
 from kestrl_learner.train.compute import Compute
 from kestrl_learner.train.launcher import load_compute
-from kestrl_learner.training import Training
+from kestrl_learner.training import TrainingRun
 
 if TYPE_CHECKING:
     from kestrl.algorithms import Algorithm
@@ -64,7 +64,7 @@ def _no_ranks() -> None:
     """Ends no ranks."""
 
 
-class Run:
+class LearnerRun:
     """One run of one job. Nothing is read before `main`, so that progress can be served from the start."""
 
     def __init__(self, settings: LearnerSettings) -> None:
@@ -75,7 +75,7 @@ class Run:
         self._drain = asyncio.Event()
         self._patience = Patience(settings.storage_seconds)
         self._resources: RunResources | None = None
-        self._training: Training | None = None
+        self._training: TrainingRun | None = None
         self._end_ranks: Callable[[], None] = _no_ranks
         self._over = False
         self._events: EventLog | None = None
@@ -190,8 +190,8 @@ class Run:
         store = RunStore(
             settings.storage,
             patience=self._patience,
-            refused=lambda why: progress.emit_soon(StorageRefused(reason=why)),
-            waiting=lambda why: progress.emit_soon(StorageAwaited(reason=why)),
+            refused=lambda reason: progress.emit_soon(StorageRefused(reason=reason)),
+            waiting=lambda reason: progress.emit_soon(StorageAwaited(reason=reason)),
         )
         return RunResources(settings, progress, self._drain, store)
 
@@ -200,16 +200,16 @@ class Run:
         repeated.
         """
         settings = self.settings
-        newest = await asyncio.to_thread(resume.newest_checkpoint, resources.store)
-        if newest is None:
+        manifest = await asyncio.to_thread(resume.newest_checkpoint, resources.store)
+        if manifest is None:
             return False
-        self.progress.emit(CheckpointFound(step=newest.step))
+        self.progress.emit(CheckpointFound(step=manifest.step))
         if not settings.keep_alive:
             return False
         final = await asyncio.to_thread(
             resume.completed,
             resources.store,
-            newest,
+            manifest,
             job=settings.job,
             digest=resources.digest,
             steps=resources.steps,
@@ -225,7 +225,7 @@ class Run:
         if self.settings.evaluate is not None:
             await self._evaluate(resources, compute.model, self.settings.evaluate)
         else:
-            self._training = Training(resources, compute, partial(_rollouts, resources, compute.model.vocabulary))
+            self._training = TrainingRun(resources, compute, partial(_rollouts, resources, compute.model.vocabulary))
             if self._drain.is_set():
                 self._training.drain()
             self._events = EventLog(resources.store, self.progress, self._training.owner)
@@ -250,7 +250,7 @@ class Run:
 
     def _load(self) -> Compute:
         compute, end_ranks = load_compute(
-            self.settings, lambda why: self.progress.emit_soon(ActivityNoted(message=why))
+            self.settings, lambda message: self.progress.emit_soon(ActivityNoted(message=message))
         )
         self._end_ranks = end_ranks
         if self._over:  # nobody waited for it
@@ -263,9 +263,9 @@ class Run:
         if address is None:
             policy = await resources.publish(model, 0, None)
         else:
-            known = await asyncio.to_thread(_known_adapter, address)
-            policy = known.policy
-            await resources.serve(policy, address, known.parent, began=time.monotonic())
+            manifest = await asyncio.to_thread(_known_adapter, address)
+            policy = manifest.policy
+            await resources.serve(policy, address, manifest.parent, began=time.monotonic())
         after = await resources.evaluate_once(policy)
         self.progress.emit(Compared(when="after", means=after))
 
@@ -303,7 +303,7 @@ def _traced(parent: str | None) -> Generator[None]:
 class KeepAlive:
     """A run that, with `keep_alive`, keeps the program alive after its end, so that its progress can still be read."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LearnerRun) -> None:
         self._run, self._stop = run, asyncio.Event()
         self._interrupted = False
 

@@ -205,9 +205,9 @@ class RunResources:
         """
         sampling = self.settings.evaluation
         when = policy.name if sampling.greedy else f"{policy.name}, {sampling}"
-        found = await self.evaluate(policy, sampled=sampling.greedy, when=when)
-        assert found is not None, "the data were checked at the start"
-        return found
+        means = await self.evaluate(policy, sampled=sampling.greedy, when=when)
+        assert means is not None, "the data were checked at the start"
+        return means
 
     async def _evaluated(
         self, policy: PolicyVersion, work: Coroutine[Any, Any, dict[str, float]], when: str

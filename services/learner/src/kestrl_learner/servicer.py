@@ -29,12 +29,14 @@ class LearnerServicer(stubs.LearnerServiceServicer):
         request: pb.WatchProgressRequest,
         context: Any,
     ) -> AsyncIterator[pb.WatchProgressResponse]:
-        progress, sent, state, clock = self._progress, None, None, asyncio.get_running_loop().time
+        progress, sent_content, state, clock = self._progress, None, None, asyncio.get_running_loop().time
         numbers_at = clock()
         while True:
             # There is no await between reading the progress and waiting for its next change, so that no change is
             # missed. Messages are compared as bytes, in which NaN equals itself.
-            while (seen := (message := report_of(progress.state)).SerializeToString(deterministic=True)) == sent:
+            while (
+                content := (message := report_of(progress.state)).SerializeToString(deterministic=True)
+            ) == sent_content:
                 if progress.ended:
                     return
                 await progress.changed()
@@ -43,7 +45,7 @@ class LearnerServicer(stubs.LearnerServiceServicer):
                 # A state that changes within the shorter interval is seen at its end.
                 await self._hold(min(numbers_at, now + max(request.min_interval_seconds, SHORTEST_INTERVAL)))
                 continue
-            sent, state, numbers_at = seen, progress.state, now + request.numbers_interval_seconds
+            sent_content, state, numbers_at = content, progress.state, now + request.numbers_interval_seconds
             yield message
             if request.min_interval_seconds > 0:
                 await self._hold(now + request.min_interval_seconds)

@@ -80,11 +80,11 @@ def _stored(ready: ReadyGroup, tokens: Mapping[int, TrainedTokens]) -> StoredGro
         group=ready.whole or ready.group,
         outcome=GroupOutcome.SHRUNK if ready.whole else GroupOutcome.TRAINED,
         attempt=ready.lease.attempt,
-        tokens={ready.group.episodes[position].id: each for position, each in tokens.items()},
+        tokens={ready.group.episodes[position].id: episode_tokens for position, episode_tokens in tokens.items()},
     )
 
 
-class Training:
+class TrainingRun:
     """The training of one run. Create it in the running event loop and call `run` once."""
 
     def __init__(self, resources: RunResources, compute: Compute, make_source: MakeSource) -> None:
@@ -142,27 +142,27 @@ class Training:
     def _resume(self) -> int:
         """Resumes from the newest checkpoint; returns the number of steps done."""
         resources = self._resources
-        known = checkpoint.newest(resources.store, outdated=self._outdated)
-        if known is None:
+        newest_checkpoint = checkpoint.newest(resources.store, outdated=self._outdated)
+        if newest_checkpoint is None:
             self._refuse_foreign_storage()
             self._ledger.rewind(0)
             resources.restart()
             return 0
-        if known.record.digest not in {None, resources.digest}:
+        if newest_checkpoint.record.digest not in {None, resources.digest}:
             raise UserInputError(
                 f"run {self._settings.run} was trained with another model, algorithm "
                 f"or data than the manifest specifies now; start a new run or restore what was changed"
             )
-        self._trainer.restore(known.state)
-        resources.restore(known.step, known.record)
-        again = self._rewind(known.step)
-        self._saved = known.step
-        log.info("resumed at step %d; %d scenarios are pending again", known.step, again)
-        return known.step
+        self._trainer.restore(newest_checkpoint.state)
+        resources.restore(newest_checkpoint.step, newest_checkpoint.record)
+        pending = self._rewind(newest_checkpoint.step)
+        self._saved = newest_checkpoint.step
+        log.info("resumed at step %d; %d scenarios are pending again", newest_checkpoint.step, pending)
+        return newest_checkpoint.step
 
-    def _outdated(self, made: checkpoint.Manifest) -> bool:
+    def _outdated(self, manifest: checkpoint.Manifest) -> bool:
         """Whether the ledger says that a later owner resumed from before this checkpoint."""
-        return self._ledger.outdated(made.step, made.record.owner)
+        return self._ledger.outdated(manifest.step, manifest.record.owner)
 
     def _refuse_foreign_storage(self) -> None:
         """Refuses empty storage if the ledger has steps.
@@ -170,10 +170,10 @@ class Training:
         Raises:
             UserInputError: The storage is not the run's, and training would silently begin anew.
         """
-        store, done = self._resources.store, self._ledger.frontier()
-        if done and not store.list(layout.ADAPTERS):
+        store, step = self._resources.store, self._ledger.frontier()
+        if step and not store.list(layout.ADAPTERS):
             raise UserInputError(
-                f"the ledger holds a run at step {done}, but {store.uri} holds nothing of it; restore the storage, or "
+                f"the ledger holds a run at step {step}, but {store.uri} holds nothing of it; restore the storage, or "
                 f"start another run with another metadata.name"
             )
 
@@ -218,24 +218,24 @@ class Training:
 
     async def _after(self) -> None:
         resources = self._resources
-        newest = resources.progress.state.policy.version
-        assert newest is not None, "version 0 is published before anything asks for one"
-        after = await resources.evaluate(newest, sampled=True, when="after")
+        version = resources.progress.state.policy.version
+        assert version is not None, "version 0 is published before anything asks for one"
+        after = await resources.evaluate(version, sampled=True, when="after")
         resources.progress.emit(Compared(when="after", means=after))
         self._ledger.drop_remaining()
 
     async def _evaluate_between(self, policy: PolicyVersion) -> None:
         """Evaluates every `evalEvery` steps, and after a resume if this step's evaluation is missing."""
-        resources, every, done = self._resources, self._settings.eval_every, self._done
+        resources, every, step = self._resources, self._settings.eval_every, self._done
         if (
             not every
-            or not done
-            or done % every
-            or done >= resources.steps
-            or done in resources.progress.state.history.evaluations
+            or not step
+            or step % every
+            or step >= resources.steps
+            or step in resources.progress.state.history.evaluations
         ):
             return
-        await resources.evaluate(policy, sampled=False, when=f"step {done}")
+        await resources.evaluate(policy, sampled=False, when=f"step {step}")
         resources.progress.emit(PhaseEntered(phase=RunPhase.TRAINING))
 
     async def _checkpoint_on_failure(self, cause: Exception) -> None:
@@ -312,34 +312,34 @@ class Training:
         self, ready: Sequence[ReadyGroup], result: StepResult, began: float, collected: float, trained: float
     ) -> None:
         """Stores episodes and metrics of a step and publishes its progress."""
-        resources, done = self._resources, self._done
+        resources, step = self._resources, self._done
         groups = [item.group for item in ready]
         stored = [_stored(item, tokens) for item, tokens in zip(ready, result.tokens, strict=True)]
-        await self._store(done, [*stored, *self._source.take_ended()])
+        await self._store(step, [*stored, *self._source.take_ended()])
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
         state, idle = resources.progress.state, resources.progress.idle.lap()
-        facts = step_record(done, groups, result) | {
-            "staleness": max(done - 1 - item.policy.step for item in ready),
+        facts = step_record(step, groups, result) | {
+            "staleness": max(step - 1 - item.policy.step for item in ready),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
             "idle": idle.facts(),
             "stale": state.stale_in_step.facts(),
             "gathered": state.gathering.facts(),
-            **staleness_facts([done - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
+            **staleness_facts([step - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
         }
         resources.progress.record_work()
-        resources.sinks.step(done, facts)
-        log.info("step %d: %s", done, facts)
+        resources.sinks.step(step, facts)
+        log.info("step %d: %s", step, facts)
         resources.progress.begin_gathering(self._settings.algorithm.groups_per_step)
         took = LastStep(
             tokens_per_second=result.sampled / (now - began),
             episodes_per_second=sum(len(group.episodes) for group in groups) / (now - began),
-            eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - done),
+            eta_seconds=sum(self._pace) / len(self._pace) * (resources.steps - step),
             idle=idle,
         )
         message = f"rollouts {collected - began:.1f} s, update {trained - collected:.1f} s"
         counts = step_counts(groups, result)
-        resources.progress.emit(StepFinished(step=done, counts=counts, took=took, message=message))
+        resources.progress.emit(StepFinished(step=step, counts=counts, took=took, message=message))
 
     async def _store(self, step: int, stored: Sequence[StoredGroup]) -> None:
         batch = EpisodeBatch(purpose=Purpose.TRAIN, step=step, stored=stored)
@@ -347,17 +347,17 @@ class Training:
 
     async def _store_rest(self) -> None:
         """Stores the groups that ended after the last step, in the file of the next step: a resume writes it anew."""
-        ended = self._source.take_ended()
+        ended_groups = self._source.take_ended()
         try:
-            if ended:
-                await self._store(self._done + 1, ended)
+            if ended_groups:
+                await self._store(self._done + 1, ended_groups)
         except (StorageError, PlaceError) as error:
-            log.error("the episodes of %d groups that no step took are not stored: %s", len(ended), error)
+            log.error("the episodes of %d groups that no step took are not stored: %s", len(ended_groups), error)
 
     async def _retire(self, policy: PolicyVersion) -> None:
-        kept = self._source.versions_in_use() | {policy.name}
+        names_in_use = self._source.versions_in_use() | {policy.name}
         engines = self._resources.engines
-        await engines.retire({name for name in engines.wanted() if name not in kept})
+        await engines.retire({name for name in engines.wanted() if name not in names_in_use})
 
     def _apply_retention(self, names: Collection[str]) -> None:
         settings, store = self._settings, self._resources.store
@@ -386,11 +386,13 @@ class Training:
     def _checkpoint(self) -> None:
         resources = self._resources
         with span(SpanName.CHECKPOINT, {Attr.STEP: self._done}):
-            made = checkpoint.Checkpoint(self._done, self._trainer.state(), resources.snapshot(self._ledger.token))
+            new_checkpoint = checkpoint.Checkpoint(
+                self._done, self._trainer.state(), resources.snapshot(self._ledger.token)
+            )
             try:
-                checkpoint.write(resources.store, made, keep=self._settings.keep_checkpoints)
+                checkpoint.write(resources.store, new_checkpoint, keep=self._settings.keep_checkpoints)
             except checkpoint.Unconfirmed as error:
                 resources.progress.emit_soon(StorageRefused(reason=str(error)))
                 raise
-            self._saved = made.step
-            resources.progress.emit_soon(CheckpointConfirmed(step=made.step))
+            self._saved = new_checkpoint.step
+            resources.progress.emit_soon(CheckpointConfirmed(step=new_checkpoint.step))

@@ -39,7 +39,7 @@ from kestrl.errors import EngineFailure, Failure, KestrlError, UserInputError
 from kestrl.redaction import Redactor
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import is_mapping, json_problem
-from kestrl_rollout.bench_completion import Completion, CompletionCall, NotACompletion, read_completion
+from kestrl_rollout.bench_completion import BenchCompletion, CompletionCall, UnreadableCompletion, read_completion
 from kestrl_rollout.bench_result import write_result
 from kestrl_rollout.conversation.tool_session import SERVICE as TOOL_SERVICE
 from kestrl_rollout.conversation.tool_session import ToolAnswer, ToolList, ToolSession
@@ -95,11 +95,11 @@ class Bench:
             KestrlError: The judge service cannot be reached.
         """
         samples = range(self._settings.sampling.samples)
-        left = iter([(scenario, sample) for scenario in scenarios for sample in samples])
+        pending = iter([(scenario, sample) for scenario in scenarios for sample in samples])
         groups: list[Group] = []
 
         async def run_next() -> None:
-            for scenario, sample in left:
+            for scenario, sample in pending:
                 groups.append(await self.run(scenario, sample))
 
         try:
@@ -195,14 +195,14 @@ class Bench:
             if not completion.calls:
                 return StopReason.MAX_TOKENS if completion.finish_reason == "length" else StopReason.ANSWERED
             for index, call in enumerate(completion.calls):
-                done, final = await self._call(tools, session, call, index, len(attempt.turns) - 1)
-                attempt.calls.append(done)
-                attempt.messages.append({"role": "tool", "tool_call_id": call.id, "content": done.text})
+                tool_call, final = await self._call(tools, session, call, index, len(attempt.turns) - 1)
+                attempt.calls.append(tool_call)
+                attempt.messages.append({"role": "tool", "tool_call_id": call.id, "content": tool_call.text})
                 if final:
                     return StopReason.FINAL_TOOL
         return StopReason.MAX_TURNS
 
-    async def _complete(self, tools: Sequence[ToolSchema], attempt: _Attempt, most: int) -> Completion:
+    async def _complete(self, tools: Sequence[ToolSchema], attempt: _Attempt, max_tokens: int) -> BenchCompletion:
         """The model's next turn, recorded.
 
         Raises:
@@ -213,7 +213,7 @@ class Bench:
         arguments: dict[str, Any] = {
             "model": endpoint.model,
             "messages": attempt.messages,
-            "max_completion_tokens": most,
+            "max_completion_tokens": max_tokens,
             **({"tools": [tool.to_openai() for tool in tools]} if tools else {}),
             **({} if sampling.own_temperature else {"temperature": sampling.temperature}),
             **({"top_p": sampling.top_p} if sampling.top_p < 1 else {}),
@@ -226,7 +226,7 @@ class Bench:
         except APIStatusError as error:
             text = self._redactor.text(f"{endpoint.model}: HTTP {error.status_code}: {error.message}")[:500]
             raise EngineFailure(text, code=_status_code(error.status_code)) from error
-        except (AnswerTooLong, NotACompletion) as error:
+        except (AnswerTooLong, UnreadableCompletion) as error:
             raise EngineFailure(f"{endpoint.model}: {error}", code="bad_answer") from error
         except APITimeoutError as error:
             text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
@@ -257,13 +257,13 @@ class Bench:
             text = f"{endpoint.model}: {self._used_tokens} tokens used, of {endpoint.budget_tokens} of --budget-tokens"
             raise EngineFailure(text, code="budget_used_up")
 
-    def _count_tokens(self, said: Completion, attempt: _Attempt) -> None:
-        if not said.counted and self._settings.endpoint.budget_tokens is not None:
+    def _count_tokens(self, completion: BenchCompletion, attempt: _Attempt) -> None:
+        if not completion.counted and self._settings.endpoint.budget_tokens is not None:
             text = f"{self._settings.endpoint.model}: a completion without usage, which --budget-tokens needs"
             raise EngineFailure(text, code="no_usage")
-        attempt.prompt_tokens += said.prompt_tokens
-        attempt.completion_tokens += said.completion_tokens
-        self._used_tokens += said.prompt_tokens + said.completion_tokens
+        attempt.prompt_tokens += completion.prompt_tokens
+        attempt.completion_tokens += completion.completion_tokens
+        self._used_tokens += completion.prompt_tokens + completion.completion_tokens
 
     async def _call(
         self, tools: Mapping[str, ToolSchema], session: ToolSession, call: CompletionCall, index: int, turn: int
@@ -289,7 +289,7 @@ class Bench:
         else:
             await session.reachable()
             answer = await session.call(name, arguments, seconds=self._settings.tool_seconds)
-        done = ToolCall(
+        tool_call = ToolCall(
             turn=turn,
             name=name,
             raw=raw,
@@ -299,7 +299,7 @@ class Bench:
             data=answer.data,
             seconds=time.monotonic() - began,
         )
-        return done, answer.final
+        return tool_call, answer.final
 
     def _shortened(self, text: str) -> str:
         limit = self._settings.max_tool_tokens * TOKEN_CHARACTERS

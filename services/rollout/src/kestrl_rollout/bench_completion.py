@@ -19,7 +19,7 @@ LARGEST_COUNT = 10**9
 """Bound on reported numbers of tokens."""
 
 
-class NotACompletion(ValueError):
+class UnreadableCompletion(ValueError):
     """The answer has no completion; the text says what is wrong."""
 
 
@@ -33,7 +33,7 @@ class CompletionCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class BenchCompletion:
     """A model's turn."""
 
     message: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Completion:
     """Whether the endpoint reports usable numbers of tokens."""
 
 
-def read_completion(body: bytes, redactor: Redactor) -> Completion:
+def read_completion(body: bytes, redactor: Redactor) -> BenchCompletion:
     """The completion in a body, without credentials.
 
     Raises:
@@ -56,21 +56,21 @@ def read_completion(body: bytes, redactor: Redactor) -> Completion:
     try:
         answer: object = json.loads(redactor.text(encodable(json.dumps(json.loads(body), ensure_ascii=False))))
     except (ValueError, RecursionError) as error:
-        raise NotACompletion(f"the answer is not JSON ({described(error)[:200]})") from None
+        raise UnreadableCompletion(f"the answer is not JSON ({described(error)[:200]})") from None
     if problem := json_problem(answer):
-        raise NotACompletion(f"the answer cannot be kept: {problem}")
+        raise UnreadableCompletion(f"the answer cannot be kept: {problem}")
     choices, usage = _of(answer, "choices"), _of(answer, "usage")
     if not is_list(choices) or not choices:
-        raise NotACompletion("a completion without a choice")
+        raise UnreadableCompletion("a completion without a choice")
     message, reason = _of(choices[0], "message"), _of(choices[0], "finish_reason")
     if not is_mapping(message):
-        raise NotACompletion("a choice without a message")
+        raise UnreadableCompletion("a choice without a message")
     text = message.get("content")
     if text is not None and not isinstance(text, str):
-        raise NotACompletion("the content of the message is not text")
+        raise UnreadableCompletion("the content of the message is not text")
     calls = _calls(message.get("tool_calls"))
     counts = [_count(_of(usage, name)) for name in ("prompt_tokens", "completion_tokens")]
-    return Completion(
+    return BenchCompletion(
         message=_sent_again(message, calls),
         text=text or "",
         calls=calls,
@@ -90,31 +90,31 @@ def _count(value: object) -> int | None:
     return value if usable else None  # pyright: ignore[reportReturnType]
 
 
-def _calls(listed: object) -> tuple[CompletionCall, ...]:
-    if listed is None:
+def _calls(calls: object) -> tuple[CompletionCall, ...]:
+    if calls is None:
         return ()
-    if not is_list(listed):
-        raise NotACompletion("the tool calls of the message are not a list")
-    return tuple(_call(call, index) for index, call in enumerate(listed[:MAX_CALLS]))
+    if not is_list(calls):
+        raise UnreadableCompletion("the tool calls of the message are not a list")
+    return tuple(_call(call, index) for index, call in enumerate(calls[:MAX_CALLS]))
 
 
 def _call(call: object, index: int) -> CompletionCall:
     function, id_ = _of(call, "function"), _of(call, "id")
     name, arguments = _of(function, "name"), _of(function, "arguments")
     if not isinstance(name, str):
-        raise NotACompletion(f"tool call {index} has no name")
-    written = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
+        raise UnreadableCompletion(f"tool call {index} has no name")
+    encoded = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
     return CompletionCall(
-        id=id_[:LONGEST_NAME] if isinstance(id_, str) and id_ else f"call_{index}", name=name, arguments=written
+        id=id_[:LONGEST_NAME] if isinstance(id_, str) and id_ else f"call_{index}", name=name, arguments=encoded
     )
 
 
 def _sent_again(message: Mapping[str, Any], calls: tuple[CompletionCall, ...]) -> dict[str, Any]:
-    kept = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
-    kept["role"] = "assistant"
+    resent = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    resent["role"] = "assistant"
     if calls:
-        kept["tool_calls"] = [
+        resent["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
-    return kept
+    return resent

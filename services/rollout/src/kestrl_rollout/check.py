@@ -79,10 +79,12 @@ class RowCheck:
         if loop.environment and (problem := row_problem(scenario.metadata)) is not None:
             raise UserInputError(problem[1])
         rendered = loop.uses_tools and not loop.writes_prompts
-        wanted = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if rendered else ()
-        names = tuple(name for name in expanded(wanted, self._environments) if name in self._tools)
+        offered = (scenario.tools if scenario.tools is not None else tuple(self._tools)) if rendered else ()
+        names = tuple(name for name in expanded(offered, self._environments) if name in self._tools)
         toolset = self._toolset(names)
-        messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        messages = [
+            Message(role=prompt_message["role"], text=prompt_message["content"]) for prompt_message in scenario.messages
+        ]
         messages = messages or [Message(role="user", text="")]  # the environment gives it, in text not known here
         start = (tuple(message.role for message in messages), names, loop.name)
         if start not in self.seen.starts:

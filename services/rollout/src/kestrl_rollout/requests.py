@@ -16,7 +16,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
+class GroupDeadlines:
     """Deadlines in seconds; tool < turn < episode < group."""
 
     tool: float
@@ -37,7 +37,7 @@ class GroupRequest:
     engines_revision: int = 0
     """Grows with every change of engines."""
     limits: Limits
-    deadlines: Deadlines
+    deadlines: GroupDeadlines
     seed: int
 
     @property
@@ -46,8 +46,8 @@ class GroupRequest:
         return BASE_MODEL_NAME if self.policy is None else self.policy.name
 
 
-def _refuse(field: str, why: str) -> UserInputError:
-    return UserInputError(f"RunGroup: {field}: {why}", code="invalid_request")
+def _refuse(field: str, reason: str) -> UserInputError:
+    return UserInputError(f"RunGroup: {field}: {reason}", code="invalid_request")
 
 
 def _check_sampling(sampling: pb.Sampling, purpose: str) -> None:
@@ -78,7 +78,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
         UserInputError: With code `invalid_request` and the field at fault.
     """
     sampling, limits = message.sampling, message.deadlines
-    deadlines = Deadlines(tool=limits.tool, turn=limits.turn, episode=limits.episode, group=limits.group)
+    deadlines = GroupDeadlines(tool=limits.tool, turn=limits.turn, episode=limits.episode, group=limits.group)
     scenario = scenario_from_proto(message.scenario)
     if not message.group_id:
         raise _refuse("group_id", "is empty")
@@ -91,9 +91,11 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     _check_sampling(sampling, message.purpose)
     if not 0 < deadlines.tool < deadlines.turn < deadlines.episode < deadlines.group:
         raise _refuse("deadlines", f"must nest: 0 < tool < turn < episode < group, not {deadlines}")
-    for index, said in enumerate(scenario.messages):
-        if said["role"] not in ROLES:
-            raise _refuse(f"scenario.messages[{index}].role", f"is {said['role']!r}, not one of {sorted(ROLES)}")
+    for index, prompt_message in enumerate(scenario.messages):
+        if prompt_message["role"] not in ROLES:
+            raise _refuse(
+                f"scenario.messages[{index}].role", f"is {prompt_message['role']!r}, not one of {sorted(ROLES)}"
+            )
     return GroupRequest(
         id=message.group_id,
         scenario=scenario,

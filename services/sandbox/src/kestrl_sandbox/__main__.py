@@ -72,9 +72,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
 class _between:  # noqa: N801 - argparse prints the name of a type
     """A whole number within bounds, as the type of an option."""
 
-    def __init__(self, least: int, most: int | None = None) -> None:
-        self._least, self._most = least, most
-        self.__name__ = f"number from {least}" + ("" if most is None else f" to {most}")
+    def __init__(self, minimum: int, maximum: int | None = None) -> None:
+        self._least, self._most = minimum, maximum
+        self.__name__ = f"number from {minimum}" + ("" if maximum is None else f" to {maximum}")
 
     def __call__(self, text: str) -> int:
         number = int(text)

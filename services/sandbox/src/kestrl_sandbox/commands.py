@@ -50,7 +50,7 @@ async def _check(backend: str, area: str, *, verbose: bool, print_json: bool) ->
     from kestrl_sandbox.backends import open_sandbox
     from kestrl_sandbox.checks.hostile import CHECKS
     from kestrl_sandbox.checks.neighbours import neighbours, orphans, sessions, shortage
-    from kestrl_sandbox.checks.verdicts import Report, examine
+    from kestrl_sandbox.checks.verdicts import CheckReport, examine
     from kestrl_sandbox.config import PoolConfig
 
     checks = [item for item in CHECKS if not area or item.area == area]
@@ -66,7 +66,7 @@ async def _check(backend: str, area: str, *, verbose: bool, print_json: bool) ->
         )
         for name, text in capabilities.mechanisms.items():
             console.print(f"  {name}: {text}", markup=False, highlight=False)
-        report = Report()
+        report = CheckReport()
         async for verdict in examine(opened, checks):
             report.verdicts.append(verdict)
         if area in {"", "processes"}:
@@ -99,9 +99,9 @@ async def _check(backend: str, area: str, *, verbose: bool, print_json: bool) ->
 
 
 def _print(console: Console, report: object, *, verbose: bool) -> None:
-    from kestrl_sandbox.checks.verdicts import Report
+    from kestrl_sandbox.checks.verdicts import CheckReport
 
-    assert isinstance(report, Report)
+    assert isinstance(report, CheckReport)
     table = Table("area", "held", "of", "seconds", box=None)
     for area in dict.fromkeys(verdict.check.area for verdict in report.verdicts):
         those = [verdict for verdict in report.verdicts if verdict.check.area == area]

@@ -80,6 +80,6 @@ def prefixes() -> list[str]:
     folders = {sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     outermost: list[str] = []
     for path in sorted(map(os.path.realpath, folders), key=len):
-        if not any(path == other or path.startswith(other + "/") for other in [*outermost, "/usr"]):
+        if not any(path == prefix or path.startswith(prefix + "/") for prefix in [*outermost, "/usr"]):
             outermost.append(path)
     return outermost

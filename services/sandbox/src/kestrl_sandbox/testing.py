@@ -83,7 +83,7 @@ async def _check_files(sandbox: Sandbox) -> None:
 async def _check_runs_at_once(sandbox: Sandbox) -> None:
     runs = [Run(code=f"print({number})") for number in range(AT_ONCE)]
     outcomes = await asyncio.gather(*(sandbox.run(run) for run in runs))
-    assert [each.stdout for each in outcomes] == [b"%d\n" % number for number in range(AT_ONCE)], (
+    assert [outcome.stdout for outcome in outcomes] == [b"%d\n" % number for number in range(AT_ONCE)], (
         "each of several runs at once gets its own output"
     )
 

@@ -49,15 +49,15 @@ class _PoolSettings:
     def check_same(self, opened: _PoolSettings) -> None:
         """Raises UserInputError for a setting that differs from those of the open pool."""
         for name in (field.name for field in fields(self)):
-            mine, other = getattr(self, name), getattr(opened, name)
-            if mine != other:
+            mine, theirs = getattr(self, name), getattr(opened, name)
+            if mine != theirs:
                 if name == "warm_pool":
                     raise UserInputError(
                         "sandbox.claim: differs from that of another tool that runs code; all of them share one pool "
                         "of sandboxes: give them the same claim"
                     )
                 raise UserInputError(
-                    f"{name}: is {mine}, and {other} in another tool that runs code; all of them share one pool of "
+                    f"{name}: is {mine}, and {theirs} in another tool that runs code; all of them share one pool of "
                     "sandboxes: give them the same value"
                 )
 
@@ -188,10 +188,10 @@ class _Interpreter:
         files = self._files if self._fresh or not self._keep else {}
         echo = Echo.PRINT if language is Language.PYTHON else Echo.NOTHING
         run = Run(code=code, language=language, limits=self._limits, files=files, echo=echo)
-        lost = False
+        session_lost = False
         try:
             if self._keep:
-                result, lost = await self._in_session(run)
+                result, session_lost = await self._in_session(run)
             else:
                 result = await self._pool().run(run)
         except SandboxFailure:
@@ -200,16 +200,16 @@ class _Interpreter:
         except UserInputError as error:  # of the model: the config was checked at the start
             return ToolResult(text=f"The code was not run: {error}.", data={"outcome": "refused"})
         _Shared.outcomes[result.outcome] += 1
-        return ToolResult(text=text_of(result, lost=lost), data=facts(result))
+        return ToolResult(text=text_of(result, lost=session_lost), data=facts(result))
 
     async def _in_session(self, run: Run) -> tuple[Result, bool]:
         if self._session is None:
             self._session = await self._pool().session()
         restarts = self._session.restarts
         result = await self._session.run(run)
-        lost = self._session.restarts > restarts
-        self._fresh = lost
-        return result, lost
+        session_lost = self._session.restarts > restarts
+        self._fresh = session_lost
+        return result, session_lost
 
     @staticmethod
     def _pool() -> SandboxPool:
@@ -243,7 +243,7 @@ class PythonInterpreter(_Interpreter):
         return await self._run(unfenced(code), Language.PYTHON)
 
 
-async def _claimed(config: PoolConfig, warm_pool: WarmPool, least: Isolation) -> SandboxPool:
+async def _claimed(config: PoolConfig, warm_pool: WarmPool, required: Isolation) -> SandboxPool:
     """A pool of claimed sandboxes.
 
     Raises:
@@ -252,10 +252,10 @@ async def _claimed(config: PoolConfig, warm_pool: WarmPool, least: Isolation) ->
     """
     pool = await SandboxPool.start(partial(ClaimedSandboxes.start, pool=warm_pool), config)
     capabilities = pool.capabilities
-    if STRENGTH[capabilities.isolation] < STRENGTH[least]:
+    if STRENGTH[capabilities.isolation] < STRENGTH[required]:
         await pool.close()
         raise UserInputError(
-            f"isolation: at least {least} is asked for, and a {capabilities.backend} isolates by "
+            f"isolation: at least {required} is asked for, and a {capabilities.backend} isolates by "
             f"{capabilities.isolation}; choose another pool, or another back-end in its template"
         )
     return pool

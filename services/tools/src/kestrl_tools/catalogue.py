@@ -25,7 +25,7 @@ LIST_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class JobTool:
     """A tool of the job with its provider."""
 
     definition: ToolDefinition
@@ -69,7 +69,7 @@ async def load_tools(
     *,
     folder: str | None = None,
     fields: Sequence[str] | None = None,
-) -> dict[str, Tool]:
+) -> dict[str, JobTool]:
     """Lists the tools of every provider, by name in manifest order; `stop_all` ends the providers.
 
     Args:
@@ -81,7 +81,7 @@ async def load_tools(
     Raises:
         UserInputError: Tools cannot be used; one line each with the field and the fix. No provider is left running.
     """
-    tools: dict[str, Tool] = {}
+    tools: dict[str, JobTool] = {}
     taken_names: set[str] = set()
     problems: list[str] = []
     places = fields or [field_of(index, entry) for index, entry in enumerate(entries)]
@@ -91,14 +91,14 @@ async def load_tools(
             try:
                 provider = provider_of(entry, field, threads, folder=folder)
                 providers.append(provider)
-                found = await _listed(provider, field)
+                definitions = await _listed(provider, field)
             except UserInputError as error:
                 problems.append(str(error))
                 continue
-            names = {tool.name for tool in found} | {entry.name}
-            if taken := names & taken_names:
-                problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(taken))}")
-            tools |= {tool.name: Tool(tool, provider, entry.use is None) for tool in found}
+            names = {tool.name for tool in definitions} | {entry.name}
+            if clashing := names & taken_names:
+                problems.append(f"{field}: there is another tool or environment named {', '.join(sorted(clashing))}")
+            tools |= {tool.name: JobTool(tool, provider, entry.use is None) for tool in definitions}
             taken_names |= names
         if problems:
             raise SeveralProblems(problems)
@@ -119,31 +119,31 @@ async def _listed(provider: ToolProvider, field: str) -> Sequence[ToolDefinition
         seconds += provider.start_seconds
     try:
         async with asyncio.timeout(seconds):
-            found = await provider.list_tools()
+            definitions = await provider.list_tools()
     except TimeoutError:
         raise UserInputError(f"{field}: {provider.name}: did not list its tools within {seconds:g} s") from None
     except UserInputError as error:
         raise UserInputError(f"{field}.{error}") from error
     except KestrlError as error:
         raise UserInputError(f"{field}: {provider.name}: {text_of(error)}") from error
-    names = [tool.name for tool in found]
+    names = [tool.name for tool in definitions]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserInputError(f"{field}: {provider.name} lists several tools named {', '.join(twice)}")
-    if not found:
+    if not definitions:
         raise UserInputError(f"{field}: {provider.name} lists no tools")
-    return found
+    return definitions
 
 
-def server_digests(tools: Mapping[str, Tool]) -> dict[str, str]:
+def server_digests(tools: Mapping[str, JobTool]) -> dict[str, str]:
     """Digest of the offered tools of each server, by its name."""
-    listed: dict[str, list[ToolDefinition]] = {}
+    definitions_by_server: dict[str, list[ToolDefinition]] = {}
     for tool in tools.values():
         if tool.of_server:
-            listed.setdefault(tool.provider.name, []).append(tool.definition)
-    return {name: digest(definitions) for name, definitions in listed.items()}
+            definitions_by_server.setdefault(tool.provider.name, []).append(tool.definition)
+    return {name: digest(definitions) for name, definitions in definitions_by_server.items()}
 
 
-def sandboxes_of(tools: Mapping[str, Tool]) -> dict[str, SandboxInUse]:
+def sandboxes_of(tools: Mapping[str, JobTool]) -> dict[str, SandboxInUse]:
     """Sandboxes of started tools that run code, by the name of the tool's entry."""
     return {
         provider.name: provider.sandbox
@@ -152,13 +152,13 @@ def sandboxes_of(tools: Mapping[str, Tool]) -> dict[str, SandboxInUse]:
     }
 
 
-def unavailable(tools: Mapping[str, Tool]) -> dict[str, int]:
+def unavailable(tools: Mapping[str, JobTool]) -> dict[str, int]:
     """1 for each server that cannot be called now, 0 for each other one, by its name."""
     servers = {tool.provider.name: tool.provider for tool in tools.values() if tool.of_server}
     return {name: int(bool(provider.health())) for name, provider in servers.items()}
 
 
-def providers_of(tools: Mapping[str, Tool]) -> list[ToolProvider]:
+def providers_of(tools: Mapping[str, JobTool]) -> list[ToolProvider]:
     """The providers of tools, in manifest order."""
     return list({id(tool.provider): tool.provider for tool in tools.values()}.values())
 

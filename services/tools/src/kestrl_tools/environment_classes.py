@@ -80,11 +80,11 @@ def tool_methods(cls: type, entry: ToolEntry) -> Sequence[str]:
 
 def public_methods(cls: type) -> list[str]:
     """Public methods except those of base classes from other modules."""
-    found: dict[str, None] = {}
+    methods: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base.__module__ == cls.__module__:
-            found |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
-    return [name for name in found if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS, ROW_HOOK)]
+            methods |= {name: None for name, value in vars(base).items() if isinstance(value, METHOD_KINDS)}
+    return [name for name in methods if not name.startswith("_") and name not in (*HOOKS, *SERVICE_HOOKS, ROW_HOOK)]
 
 
 def check_reset(cls: Any, entry: ToolEntry, create_kwargs: Kwargs) -> None:

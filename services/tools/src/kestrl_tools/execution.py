@@ -108,18 +108,18 @@ def _clean(text: str) -> str:
     return encodable(text)
 
 
-def _json(tool: str, value: Any, what: str) -> tuple[str, object]:
+def _json(tool: str, value: Any, role: str) -> tuple[str, object]:
     """A value as JSON, and what a reader gets from it."""
     try:
         text = encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
-        read: object = json.loads(text)
+        decoded: object = json.loads(text)
     except Exception as error:  # objects of user code may raise anything here
         raise _invalid(
-            tool, f"its {what} has no JSON form ({described(error)}); return text, a JSON value or a ToolResult"
+            tool, f"its {role} has no JSON form ({described(error)}); return text, a JSON value or a ToolResult"
         ) from error
-    if problem := json_problem(read):
-        raise _invalid(tool, f"its {what} cannot be passed on: {problem}")
-    return text, read
+    if problem := json_problem(decoded):
+        raise _invalid(tool, f"its {role} cannot be passed on: {problem}")
+    return text, decoded
 
 
 def _invalid(tool: str, reason: str) -> ToolFailure:

@@ -9,7 +9,7 @@ from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, UserInputError, described, text_of
 from kestrl.tools import ToolError
 from kestrl.tools.provider import ToolProvider
-from kestrl_tools.catalogue import Tool, load_tools, providers_of, stop_all
+from kestrl_tools.catalogue import JobTool, load_tools, providers_of, stop_all
 from kestrl_tools.environments.provider import is_environment
 from kestrl_tools.execution import guarded
 from kestrl_tools.tool_threads import ToolThreads
@@ -22,7 +22,7 @@ async def loaded(
     *,
     folder: str | None = None,
     fields: Sequence[str] | None = None,
-) -> AsyncGenerator[Mapping[str, Tool]]:
+) -> AsyncGenerator[Mapping[str, JobTool]]:
     """The tools of the job; their providers are stopped at the end. Arguments are as in `load_tools`.
 
     Raises:
@@ -35,7 +35,7 @@ async def loaded(
         await stop_all(providers_of(tools))
 
 
-async def start_all(tools: Mapping[str, Tool]) -> None:
+async def start_all(tools: Mapping[str, JobTool]) -> None:
     """Starts the providers.
 
     Raises:

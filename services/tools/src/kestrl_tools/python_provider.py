@@ -132,18 +132,18 @@ def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> Pytho
         if entry.claim is not None:
             _check_claim(obj)
         if is_verl_tool(obj):
-            found = _verl(obj, entry)
+            provider = _verl(obj, entry)
         elif _is_environment(obj, entry):
             return _environment(obj, entry, threads)
         else:
-            found = _class(obj, entry, threads) if inspect.isclass(obj) else _function(obj, entry, threads)
+            provider = _class(obj, entry, threads) if inspect.isclass(obj) else _function(obj, entry, threads)
     except UserInputError as error:
         raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
     if entry.methods is not None:
         raise UserInputError(
             f"{field}.methods: {entry.use} is not an environment: its methods cannot be tools; remove it"
         )
-    return found
+    return provider
 
 
 def _refuse_method(obj: Any, use: str, field: str) -> None:
@@ -272,8 +272,8 @@ def _environment(cls: type, entry: ToolEntry, threads: ToolThreads) -> PythonPro
     else:
         _bind(cls, entry)
     hooks = (*HOOKS, *ADAPTER_HOOKS) if acts else HOOKS
-    used = [*names, *(hook for hook in hooks if has_method(cls, hook))]
-    sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in used)
+    called_methods = [*names, *(hook for hook in hooks if has_method(cls, hook))]
+    sync = not all(inspect.iscoroutinefunction(getattr(cls, name)) for name in called_methods)
 
     def columns(create_kwargs: Kwargs) -> Kwargs:
         return create_kwargs if entry.environment is None else columns_taken(cls, create_kwargs)

@@ -40,14 +40,14 @@ class RedactedProvider:
 
     async def list_tools(self) -> Sequence[ToolDefinition]:
         with redacted_errors(self._redactor):
-            found = await self._provider.list_tools()
-        return [self._definition(tool) for tool in found]
+            definitions = await self._provider.list_tools()
+        return [self._definition(tool) for tool in definitions]
 
     def _definition(self, tool: ToolDefinition) -> ToolDefinition:
         schema = tool.schema
         parameters: Mapping[str, Any] = self._redactor.value(schema.parameters)
-        shown = replace(schema, description=self._redactor.text(schema.description), parameters=parameters)
-        return replace(tool, schema=shown)
+        redacted = replace(schema, description=self._redactor.text(schema.description), parameters=parameters)
+        return replace(tool, schema=redacted)
 
     def check(self, create_kwargs: Kwargs) -> None:
         self._provider.check(create_kwargs)
@@ -103,7 +103,9 @@ def redacted_errors(redactor: Redactor) -> Generator[None]:
     try:
         yield
     except (KestrlError, ToolError) as error:
-        error.args = tuple(redactor.text(each) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(
+            redactor.text(argument) if isinstance(argument, str) else argument for argument in error.args
+        )
         raise
     except Exception as error:  # noqa: BLE001 - converted: any of them may quote what the server sent
         text = redactor.text("".join(traceback.format_exception(error)))

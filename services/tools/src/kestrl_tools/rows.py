@@ -12,23 +12,23 @@ from kestrl.episode import Scenario
 from kestrl.errors import ToolFailure
 from kestrl.tools.provider import Kwargs
 from kestrl.tools.shapes import is_mapping
-from kestrl_tools.catalogue import Tool
+from kestrl_tools.catalogue import JobTool
 from kestrl_tools.environments.provider import is_environment
 
 
-def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+def check_names(tools: Mapping[str, JobTool], offered: Sequence[str], kwargs: Mapping[str, Any]) -> None:
     """Checks that a row's names exist in the job, and that arguments have the right name.
 
     Args:
         tools: The tools of the job.
-        wanted: Names of the tools that the row offers.
+        offered: Names of the tools that the row offers.
         kwargs: The row's entries by name.
 
     Raises:
         ToolFailure: A name is unknown or has the wrong arguments.
     """
     providers = {tool.provider.name for tool in tools.values()}
-    unknown = sorted((set(wanted) - set(tools)) | (set(kwargs) - set(tools) - providers))
+    unknown = sorted((set(offered) - set(tools)) | (set(kwargs) - set(tools) - providers))
     if unknown:
         raise ToolFailure(
             f"the row names tools that the job does not have: {', '.join(unknown)} "
@@ -49,7 +49,7 @@ def check_names(tools: Mapping[str, Tool], wanted: Sequence[str], kwargs: Mappin
             )
 
 
-def row_kwargs(tools: Mapping[str, Tool], scenario: Scenario) -> Mapping[str, Any]:
+def row_kwargs(tools: Mapping[str, JobTool], scenario: Scenario) -> Mapping[str, Any]:
     """What a row sets by name; the environment of the job is reset with its columns, as the worker does."""
     name = next((tool.provider.name for tool in tools.values() if is_environment(tool.provider)), None)
     if name is None:
@@ -70,31 +70,31 @@ def placed(
     Raises:
         ToolFailure: A row names a file that the manifest does not list.
     """
-    known = {*files, *absent}
-    return {name: _placed(name, entry, files, known) for name, entry in kwargs.items()}
+    uris = {*files, *absent}
+    return {name: _placed(name, entry, files, uris) for name, entry in kwargs.items()}
 
 
-def _placed(name: str, entry: Any, files: Mapping[str, str], known: Collection[str]) -> Any:
+def _placed(name: str, entry: Any, files: Mapping[str, str], uris: Collection[str]) -> Any:
     if not is_mapping(entry):
         return entry
     changed: dict[str, Any] = {}
     for which, arguments in entry.items():
-        for each in arguments.values() if is_mapping(arguments) else ():
-            if isinstance(each, str) and each not in known and PinnedFile.read(each) is not None:
+        for argument in arguments.values() if is_mapping(arguments) else ():
+            if isinstance(argument, str) and argument not in uris and PinnedFile.read(argument) is not None:
                 raise ToolFailure(
-                    f"{name}: {each} is not one of spec.data.files; list it there, with its size",
+                    f"{name}: {argument} is not one of spec.data.files; list it there, with its size",
                     code="tool_kwargs_invalid",
                 )
         changed[str(which)] = with_paths(arguments, files) if is_mapping(arguments) else arguments
     return changed
 
 
-def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: Mapping[str, Any]) -> None:
+def check_row(tools: Mapping[str, JobTool], selection: Sequence[str] | None, kwargs: Mapping[str, Any]) -> None:
     """Checks all that a row sets for the tools that it offers, against their signatures.
 
     Args:
         tools: The tools of the job.
-        wanted: Names of tools and environments that the row offers; None means all.
+        selection: Names of tools and environments that the row offers; None means all.
         kwargs: The row's entries by name.
 
     Raises:
@@ -103,7 +103,7 @@ def check_row(tools: Mapping[str, Tool], wanted: Sequence[str] | None, kwargs: M
     offered = [
         tool
         for tool in tools.values()
-        if wanted is None or not {tool.schema.name, tool.provider.name}.isdisjoint(wanted)
+        if selection is None or not {tool.schema.name, tool.provider.name}.isdisjoint(selection)
     ]
     check_names(tools, [tool.schema.name for tool in offered], kwargs)
     for tool in offered:

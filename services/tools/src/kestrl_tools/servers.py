@@ -47,7 +47,7 @@ class ToolUnsupported(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedTool:
     """A tool as the server lists it."""
 
     name: str
@@ -113,7 +113,7 @@ def chosen(
     kind: str,
     server: str,
     names: Collection[str],
-    wanted: Sequence[str] | None,
+    selection: Sequence[str] | None,
     left_out: LeftOut = NOTHING_LEFT_OUT,
 ) -> list[str]:
     """Names of the offered tools, sorted, so that the order of the server's list has no effect.
@@ -122,27 +122,27 @@ def chosen(
         kind: Kind of the server: its field in the manifest.
         server: Name of the server, for messages.
         names: Names that it lists.
-        wanted: The manifest's selection; None for all.
+        selection: The manifest's selection; None for all.
         left_out: What the manifest leaves out.
 
     Raises:
         UserInputError: A tool is missing, or there are too many; the message begins with the rest of the field.
     """
-    for field, mentioned in (("tools", wanted or ()), ("exclude", left_out.excluded)):
-        if missing := sorted(set(mentioned) - set(names)):
-            known = ", ".join(sorted(names)) or "none"
-            raise UserInputError(f"{field}: {server} has no tool {', '.join(missing)} (it has: {known})")
-    found = sorted(set(names if wanted is None else wanted) - left_out.excluded)
-    if len(found) > MAX_TOOLS:
-        raise UserInputError(f"{kind}: {server} has {len(found)} tools; select at most {MAX_TOOLS} by `tools`")
-    return found
+    for field, mentioned in (("tools", selection or ()), ("exclude", left_out.excluded)):
+        if unknown := sorted(set(mentioned) - set(names)):
+            listing = ", ".join(sorted(names)) or "none"
+            raise UserInputError(f"{field}: {server} has no tool {', '.join(unknown)} (it has: {listing})")
+    offered = sorted(set(names if selection is None else selection) - left_out.excluded)
+    if len(offered) > MAX_TOOLS:
+        raise UserInputError(f"{kind}: {server} has {len(offered)} tools; select at most {MAX_TOOLS} by `tools`")
+    return offered
 
 
 def definitions(
     kind: str,
     server: str,
-    listed: Sequence[Listed],
-    wanted: Sequence[str] | None,
+    tools: Sequence[ListedTool],
+    selection: Sequence[str] | None,
     left_out: LeftOut = NOTHING_LEFT_OUT,
 ) -> list[ToolDefinition]:
     """The offered tools, in the order of their names; arguments as for `chosen`.
@@ -150,18 +150,18 @@ def definitions(
     Raises:
         UserInputError: A tool is missing or cannot be offered; the message begins with the rest of the field.
     """
-    named: dict[str, list[Listed]] = {}
-    for tool in listed:
-        named.setdefault(tool.name, []).append(tool)
-    found: list[ToolDefinition] = []
+    by_name: dict[str, list[ListedTool]] = {}
+    for tool in tools:
+        by_name.setdefault(tool.name, []).append(tool)
+    offered: list[ToolDefinition] = []
     reasons: list[str] = []
-    for name in chosen(kind, server, named, wanted, left_out):
+    for name in chosen(kind, server, by_name, selection, left_out):
         try:
-            found.append(_definition(named[name]))
+            offered.append(_definition(by_name[name]))
         except ToolUnsupported as error:
             reasons.append(f"the tool {name} cannot be offered: {error}")
     refuse(kind, server, reasons, left_out)
-    return found
+    return offered
 
 
 def refuse(field: str, server: str, reasons: Sequence[str], left_out: LeftOut) -> None:
@@ -172,8 +172,8 @@ def refuse(field: str, server: str, reasons: Sequence[str], left_out: LeftOut) -
     """
     if not reasons:
         return
-    more = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-    text = f"{'; '.join(reasons[:MAX_REASONS])}{more}"
+    remainder = f"; and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+    text = f"{'; '.join(reasons[:MAX_REASONS])}{remainder}"
     if not left_out.unsupported:
         raise UserInputError(
             f"{field}: {text}; select others by `tools`, or leave them out by `exclude` or `unsupported: skip`"
@@ -181,10 +181,10 @@ def refuse(field: str, server: str, reasons: Sequence[str], left_out: LeftOut) -
     log.warning("%s: left out (unsupported: skip): %s", server, text)
 
 
-def _definition(named: Sequence[Listed]) -> ToolDefinition:
-    tool, *others = named
-    if others:
-        raise ToolUnsupported(f"the server lists {len(named)} tools that would be called so")
+def _definition(namesakes: Sequence[ListedTool]) -> ToolDefinition:
+    tool, *duplicates = namesakes
+    if duplicates:
+        raise ToolUnsupported(f"the server lists {len(namesakes)} tools that would be called so")
     if problem := json_problem(tool.parameters, MAX_NESTING):
         raise ToolUnsupported(f"its schema is not JSON: {problem}")
     parameters: dict[str, Any] = {"type": "object", "properties": {}, **_cleaned(tool.parameters)}
@@ -213,7 +213,7 @@ def _cleaned(value: Any) -> Any:
     if is_list(value):
         return [_cleaned(item) for item in value]
     if is_mapping(value):
-        return {key: _cleaned(inner) for key, inner in value.items()}
+        return {key: _cleaned(subschema) for key, subschema in value.items()}
     return value
 
 
@@ -225,4 +225,4 @@ def differences(before: Sequence[ToolDefinition], after: Sequence[ToolDefinition
         "added": sorted(set(new) - set(old)),
         "changed": sorted(name for name in set(old) & set(new) if old[name] != new[name]),
     }
-    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts.items() if names)
+    return "; ".join(f"{change} {', '.join(names)}" for change, names in parts.items() if names)

@@ -11,7 +11,7 @@ from kestrl._shared.rpc.codec import sandboxes_to_proto
 from kestrl.api.tools.v1 import tools_pb2 as pb
 from kestrl.api.tools.v1 import tools_pb2_grpc as stubs
 from kestrl.errors import ToolFailure
-from kestrl_tools.catalogue import Tool, sandboxes_of, server_digests
+from kestrl_tools.catalogue import JobTool, sandboxes_of, server_digests
 from kestrl_tools.environments.provider import is_environment, takes_turns
 from kestrl_tools.sessions import Opening, Sessions
 
@@ -22,7 +22,7 @@ MAX_ARGUMENTS = 1_000_000
 class ToolServicer(stubs.ToolServiceServicer):
     """ListTools, Open, Call, GetState, Close. The tools have been started."""
 
-    def __init__(self, tools: Mapping[str, Tool], sessions: Sessions) -> None:
+    def __init__(self, tools: Mapping[str, JobTool], sessions: Sessions) -> None:
         self._schemas = [
             pb.ToolSchema(
                 name=tool.schema.name,
@@ -116,7 +116,7 @@ def _is_kwargs(value: Any) -> bool:
         return True
     if not isinstance(value, dict):
         return False
-    given = cast(dict[str, Any], value)
-    return set(given) <= {"create_kwargs", "execute_kwargs"} and all(
-        inner is None or isinstance(inner, dict) for inner in given.values()
+    kwargs = cast(dict[str, Any], value)
+    return set(kwargs) <= {"create_kwargs", "execute_kwargs"} and all(
+        kwargs_of_kind is None or isinstance(kwargs_of_kind, dict) for kwargs_of_kind in kwargs.values()
     )

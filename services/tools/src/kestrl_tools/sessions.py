@@ -23,7 +23,7 @@ from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.tools import ToolError
 from kestrl.tools.arguments import ArgumentsInvalid
 from kestrl.tools.provider import Kwargs, ProviderSession, ToolProvider
-from kestrl_tools.catalogue import Tool, server_digests
+from kestrl_tools.catalogue import JobTool, server_digests
 from kestrl_tools.environments.provider import environment_failures, is_environment
 from kestrl_tools.execution import Answer, answer_of, for_model, guarded, state_of
 from kestrl_tools.rows import check_names, given, placed
@@ -38,7 +38,7 @@ MAX_HANGING = 64
 class BoundTool:
     """A tool bound to an instance of a session."""
 
-    tool: Tool
+    tool: JobTool
     session: ProviderSession
     filled: Kwargs
 
@@ -80,7 +80,7 @@ class Sessions:
 
     def __init__(
         self,
-        tools: Mapping[str, Tool],
+        tools: Mapping[str, JobTool],
         threads: ToolThreads,
         *,
         call_seconds: float,
@@ -116,8 +116,8 @@ class Sessions:
         bound_tools = await self._made(session)
         bound = bound_tools.get(name)
         if bound is None:
-            known = ", ".join(bound_tools) or "none"
-            return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {known}.")
+            names = ", ".join(bound_tools) or "none"
+            return Answer(outcome=CallOutcome.UNKNOWN_TOOL, text=f"There is no tool {name!r}. The tools are: {names}.")
         try:
             checked = bound.tool.definition.arguments.parse(arguments, filled=frozenset(bound.filled))
         except ArgumentsInvalid as error:
@@ -149,8 +149,10 @@ class Sessions:
         """
         with self._failures():
             session = self._opened(session_id, opening)
-            made = await self._made(session)
-            stateful = {bound.tool.provider.name: bound for bound in made.values() if bound.tool.provider.has_state}
+            bound_tools = await self._made(session)
+            stateful = {
+                bound.tool.provider.name: bound for bound in bound_tools.values() if bound.tool.provider.has_state
+            }
             return {name: await self._state(session, name, bound) for name, bound in stateful.items()}
 
     def _opened(self, session_id: str, opening: Opening | None) -> Session:
@@ -202,11 +204,11 @@ class Sessions:
                 "the tools of a run cannot change: start a new run, or pin the server's version",
                 code="tools_changed",
             )
-        wanted = list(dict.fromkeys(opening.tools)) or list(self._tools)
+        names = list(dict.fromkeys(opening.tools)) or list(self._tools)
         with _naming(episode_id):
             kwargs = placed(opening.kwargs, self._files)
-            check_names(self._tools, wanted, kwargs)
-        making = asyncio.create_task(self._make(episode_id, wanted, kwargs), name=f"open-{episode_id}")
+            check_names(self._tools, names, kwargs)
+        making = asyncio.create_task(self._make(episode_id, names, kwargs), name=f"open-{episode_id}")
         timer = asyncio.get_running_loop().call_later(lifetime, self._expire, session_id)
         session = self._open[session_id] = Session(session_id, episode_id, making, timer)
         making.add_done_callback(partial(self._made_or_gone, session))
@@ -242,25 +244,25 @@ class Sessions:
                 code="tool_hangs",
             )
 
-    async def _make(self, episode_id: str, wanted: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, BoundTool]:
-        made: dict[str, ProviderSession] = {}
+    async def _make(self, episode_id: str, names: Sequence[str], kwargs: Mapping[str, Any]) -> Mapping[str, BoundTool]:
+        instances: dict[str, ProviderSession] = {}
         bound_tools: dict[str, BoundTool] = {}
         try:
-            for name in wanted:
+            for name in names:
                 tool = self._tools[name]
                 filled = given(kwargs, name, "execute_kwargs")
                 provider = tool.provider
                 try:
                     with _naming(episode_id):
                         tool.definition.check_fill(filled)
-                        if provider.name not in made:
+                        if provider.name not in instances:
                             create_kwargs = given(kwargs, provider.name, "create_kwargs")
-                            made[provider.name] = await self._instance(provider, create_kwargs)
+                            instances[provider.name] = await self._instance(provider, create_kwargs)
                 except ToolError as error:
                     raise ToolFailure(f"{episode_id}: {provider.name}: {text_of(error)}") from error
-                bound_tools[name] = BoundTool(tool, made[provider.name], filled)
+                bound_tools[name] = BoundTool(tool, instances[provider.name], filled)
         except BaseException:
-            await self._close_all(made)
+            await self._close_all(instances)
             raise
         return bound_tools
 
@@ -297,7 +299,7 @@ class Sessions:
         task.add_done_callback(session.running.discard)
         return task
 
-    async def _within(self, work: asyncio.Task[object], name: str, what: str) -> object:
+    async def _within(self, work: asyncio.Task[object], name: str, activity: str) -> object:
         """Awaits a tool's work with the time limit of a call; a tool that ignores its cancellation is abandoned."""
         work.add_done_callback(_retrieved)
         try:
@@ -305,7 +307,7 @@ class Sessions:
         finally:
             work.cancel()  # no effect on finished work
         if not done:
-            raise ToolFailure(f"{name}: {what} longer than {self._call_seconds:g} s", code="tool_deadline")
+            raise ToolFailure(f"{name}: {activity} longer than {self._call_seconds:g} s", code="tool_deadline")
         if work.cancelled():
             raise ToolFailure(f"{name}: cancelled itself")
         return work.result()

@@ -54,23 +54,23 @@ class Finding:
     """How to fix it; empty if there is nothing to fix."""
 
 
-def examine(read: ReadManifest | None, *, runs: Path) -> Iterator[Finding]:
+def examine(parsed_manifest: ReadManifest | None, *, runs: Path) -> Iterator[Finding]:
     """Checks this machine, and what a manifest references.
 
     Args:
-        read: The manifest of what is to run, if any.
+        parsed_manifest: The manifest of what is to run, if any.
         runs: Folder for the runs.
     """
     yield machine()
     yield runs_folder(runs)
-    if read is not None and isinstance(read.manifest, SFTJob):
-        yield from _examine_sft(read, read.manifest, runs)
+    if parsed_manifest is not None and isinstance(parsed_manifest.manifest, SFTJob):
+        yield from _examine_sft(parsed_manifest, parsed_manifest.manifest, runs)
         return
     yield parts()
-    job, base = (None, Path.cwd()) if read is None else _job_of(read)
+    job, base = (None, Path.cwd()) if parsed_manifest is None else _job_of(parsed_manifest)
     yield _tried("engine", lambda: engine(job, base))
     yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
-    if job is None or read is None:
+    if job is None or parsed_manifest is None:
         return
     yield from accelerator(job)
     yield from code_sandbox(job)
@@ -79,19 +79,19 @@ def examine(read: ReadManifest | None, *, runs: Path) -> Iterator[Finding]:
     yield _tried("storage", lambda: storage(place, opened))
     yield from disk(job, base, place)
     yield Finding(name="set-up", status=set_up(job, runs))
-    yield named(read)
+    yield named(parsed_manifest)
     if job.spec.telemetry.otlp:
         yield collector(job.spec.telemetry.otlp)
 
 
-def _examine_sft(read: ReadManifest, job: SFTJob, runs: Path) -> Iterator[Finding]:
+def _examine_sft(parsed_manifest: ReadManifest, job: SFTJob, runs: Path) -> Iterator[Finding]:
     yield parts(["kestrl-learner"])
     yield _tried("accelerator", lambda: ", ".join(device_environment(job).values()) or job.spec.learner.device)
-    yield _tried("model", lambda: locate_model(job.spec.model.base, base=read.base))
+    yield _tried("model", lambda: locate_model(job.spec.model.base, base=parsed_manifest.base))
     place = job.spec.storage.uri or file_uri(runs)
     yield _tried("storage", lambda: storage(place, open_store))
-    yield from disk(job, read.base, place)
-    yield named(read)
+    yield from disk(job, parsed_manifest.base, place)
+    yield named(parsed_manifest)
 
 
 def disk(job: AgentRLJob | SFTJob, base: Path, place: str) -> Iterator[Finding]:
@@ -107,17 +107,17 @@ def disk(job: AgentRLJob | SFTJob, base: Path, place: str) -> Iterator[Finding]:
     yield Finding(name="disk", status=status, fix=fix)
 
 
-def _job_of(read: ReadManifest) -> tuple[AgentRLJob, Path]:
+def _job_of(parsed_manifest: ReadManifest) -> tuple[AgentRLJob, Path]:
     """The job that is run, and its folder.
 
     Raises:
         UserInputError: A threshold's job is not valid.
     """
-    if isinstance(read.manifest, Threshold):
-        path = read.base / read.manifest.spec.job
-        return read_job(path, read.overrides), path.resolve().parent
-    assert isinstance(read.manifest, AgentRLJob)
-    return read.manifest, read.base
+    if isinstance(parsed_manifest.manifest, Threshold):
+        path = parsed_manifest.base / parsed_manifest.manifest.spec.job
+        return read_job(path, parsed_manifest.overrides), path.resolve().parent
+    assert isinstance(parsed_manifest.manifest, AgentRLJob)
+    return parsed_manifest.manifest, parsed_manifest.base
 
 
 def _tried(name: str, look: Callable[[], str]) -> Finding:
@@ -132,12 +132,14 @@ def _tried(name: str, look: Callable[[], str]) -> Finding:
         return Finding(name=name, status="unusable", fix=str(unusable))
 
 
-def named(read: ReadManifest) -> Finding:
+def named(parsed_manifest: ReadManifest) -> Finding:
     """Whether the user code, template and rows of a manifest can be loaded and are consistent."""
-    findings = check_manifest(read, data=True, model=True, engine=False)  # the engine has a finding of its own
+    findings = check_manifest(
+        parsed_manifest, data=True, model=True, engine=False
+    )  # the engine has a finding of its own
     counts = findings.summary
     status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *findings.warnings])
-    name = "threshold" if isinstance(read.manifest, Threshold) else "job"
+    name = "threshold" if isinstance(parsed_manifest.manifest, Threshold) else "job"
     return Finding(name=name, status="unusable" if findings.problems else status, fix="\n".join(findings.problems))
 
 
@@ -170,18 +172,18 @@ def nearest_folder(path: Path) -> Path:
 
 def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
     """Whether this machine isolates code as the job's code interpreter asks for; nothing for a job without one."""
-    used = next((tool for tool in job.spec.tools if (tool.use or "").startswith(f"{SANDBOX}.")), None)
-    if used is None:
+    sandbox_tool = next((tool for tool in job.spec.tools if (tool.use or "").startswith(f"{SANDBOX}.")), None)
+    if sandbox_tool is None:
         return
     claim = sandbox_claim(job.spec)
     if claim is not None:
         fix = f"{claim[1]}: code runs in sandboxes that are claimed on a cluster; remove it to run here"
         yield Finding(name="sandbox", status=f"claimed from the warm pool {claim[0].warm_pool}", fix=fix)
         return
-    least = str(used.config.get("isolation", "namespaces"))
+    isolation = str(sandbox_tool.config.get("isolation", "namespaces"))
     try:
-        done = subprocess.run(  # noqa: S603 - our own interpreter
-            [sys.executable, "-m", f"{SANDBOX}.report", least],
+        process = subprocess.run(  # noqa: S603 - our own interpreter
+            [sys.executable, "-m", f"{SANDBOX}.report", isolation],
             capture_output=True,
             text=True,
             check=True,
@@ -194,14 +196,14 @@ def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         yield Finding(name="sandbox", status="unusable", fix=f"it did not start within {PROGRAM_SECONDS:g} s")
         return
-    found = json.loads(done.stdout)
-    yield Finding(name="sandbox", status=found.get("status", "unusable"), fix=found.get("problem", ""))
+    report = json.loads(process.stdout)
+    yield Finding(name="sandbox", status=report.get("status", "unusable"), fix=report.get("problem", ""))
 
 
 def parts(services: Sequence[str] = SERVICES) -> Finding:
     """Whether some services are installed in this environment."""
-    if missing := missing_services(services):
-        return Finding(name="parts", status="missing: " + ", ".join(missing), fix=LOCAL)
+    if missing_names := missing_services(services):
+        return Finding(name="parts", status="missing: " + ", ".join(missing_names), fix=LOCAL)
     names = "all its services" if services is SERVICES else ", ".join(services)
     return Finding(name="parts", status=f"kestrl {version('kestrl')} and {names}")
 
@@ -224,7 +226,9 @@ def accelerator(job: AgentRLJob) -> Iterator[Finding]:
         return
     try:
         devices = local_devices(job)
-        assigned = assigned_devices(needs, {name: [item.index for item in found] for name, found in devices.items()})
+        assigned = assigned_devices(
+            needs, {name: [item.index for item in profile_devices] for name, profile_devices in devices.items()}
+        )
     except UserInputError as error:
         yield Finding(name="accelerator", status="unusable", fix=str(error))
         return

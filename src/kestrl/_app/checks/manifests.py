@@ -36,13 +36,13 @@ def read_manifest(path: Path, overrides: Sequence[str]) -> ReadManifest:
     Raises:
         UserInputError: The file cannot be read, or its fields are not valid.
     """
-    base, given = path.resolve().parent, tuple(overrides)
+    base, field_overrides = path.resolve().parent, tuple(overrides)
     kind = file_kind(path)
     if kind == SFTJob.__name__:
-        return ReadManifest(read_sft_job(path, given), base, given)
+        return ReadManifest(read_sft_job(path, field_overrides), base, field_overrides)
     if kind == Threshold.__name__:
-        return ReadManifest(read_threshold(path), base, given)
-    return ReadManifest(read_job(path, given), base, given)
+        return ReadManifest(read_threshold(path), base, field_overrides)
+    return ReadManifest(read_job(path, field_overrides), base, field_overrides)
 
 
 def refused(error: UserInputError) -> Findings:
@@ -50,18 +50,25 @@ def refused(error: UserInputError) -> Findings:
     return Findings(problems=list(problems_of(error)))
 
 
-def check_manifest(read: ReadManifest, *, data: bool, model: bool, engine: bool | None = None) -> Findings:
+def check_manifest(parsed_manifest: ReadManifest, *, data: bool, model: bool, engine: bool | None = None) -> Findings:
     """Checks everything that a manifest references.
 
     Args:
-        read: The manifest.
+        parsed_manifest: The manifest.
         data: Whether to read the data sets of a job.
         model: Whether to load the tokenizer and the chat template of a job.
         engine: Whether to look for the engine; None: where the job names an interpreter for it.
     """
-    if isinstance(read.manifest, SFTJob):
-        return check_sft_job(read.manifest, read.base)
-    if isinstance(read.manifest, Threshold):
-        return check_threshold(read.manifest, read.base, read.overrides)
+    if isinstance(parsed_manifest.manifest, SFTJob):
+        return check_sft_job(parsed_manifest.manifest, parsed_manifest.base)
+    if isinstance(parsed_manifest.manifest, Threshold):
+        return check_threshold(parsed_manifest.manifest, parsed_manifest.base, parsed_manifest.overrides)
     with tempfile.TemporaryDirectory() as cache:
-        return check_job(read.manifest, base=read.base, cache_dir=Path(cache), data=data, model=model, engine=engine)
+        return check_job(
+            parsed_manifest.manifest,
+            base=parsed_manifest.base,
+            cache_dir=Path(cache),
+            data=data,
+            model=model,
+            engine=engine,
+        )

@@ -104,19 +104,20 @@ def job_disk(job: AgentRLJob | SFTJob, model: str, place: Path | None) -> tuple[
     folder = Path(model)
     if not folder.is_dir():
         return f"{model} is downloaded at its first use, into the cache of huggingface_hub (HF_HOME)", ""
-    each = adapter_bytes(folder, job.spec.model.adapter)
-    if each is None:
+    adapter_size = adapter_bytes(folder, job.spec.model.adapter)
+    if adapter_size is None:
         return "the size of the adapter is not known before the model is loaded", ""
     if isinstance(job, SFTJob):
-        whole = job.spec.training.parameters == "all"
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if whole else each
-        needed, text = size, f"the {'model' if whole else 'adapter'} has {_size(size)}"
+        all_parameters = job.spec.training.parameters == "all"
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if all_parameters else adapter_size
+        needed, text = size, f"the {'model' if all_parameters else 'adapter'} has {_size(size)}"
     else:
-        most = run_bytes(job, each)
-        kept = f"{job.spec.schedule.keep_checkpoints} checkpoints of {_size(CHECKPOINT_COPIES * each)}"
+        most = run_bytes(job, adapter_size)
+        checkpoints = f"{job.spec.schedule.keep_checkpoints} checkpoints of {_size(CHECKPOINT_COPIES * adapter_size)}"
         needed = 0 if most is None else most
         whole_run = "" if most is None else f", up to {_size(most)} in all"
-        text = f"a version of the adapter has {_size(each)}, and {kept} are kept{whole_run}, beside episodes and logs"
+        version = f"a version of the adapter has {_size(adapter_size)}"
+        text = f"{version}, and {checkpoints} are kept{whole_run}, beside episodes and logs"
     if place is None:
         return text, ""
     free = shutil.disk_usage(place).free
@@ -150,8 +151,8 @@ def set_up(job: AgentRLJob, runs: Path) -> str:
 
 
 def _newest(runs: Path, job: str) -> list[Path]:
-    found = [path.parent for path in runs.glob(f"{job}-*/{RECORD}")]
-    return sorted(found, key=lambda folder: (folder / RECORD).stat().st_mtime, reverse=True)[:LOOKED_AT]
+    folders = [path.parent for path in runs.glob(f"{job}-*/{RECORD}")]
+    return sorted(folders, key=lambda folder: (folder / RECORD).stat().st_mtime, reverse=True)[:LOOKED_AT]
 
 
 def measured(folder: Path) -> float | None:

@@ -46,17 +46,17 @@ def check_sft_job(job: SFTJob, base: Path) -> Findings:
     return findings
 
 
-def _position_problems(model: str, longest: int) -> Iterator[str]:
+def _position_problems(model: str, tokens: int) -> Iterator[str]:
     """A problem where a conversation has more tokens than the model has positions.
 
     Args:
         model: Folder, or a Hugging Face id, whose configuration is read when it is loaded.
-        longest: Tokens of the longest row.
+        tokens: Tokens of the longest row.
     """
     limit = positions(model_config(model))
-    if limit is not None and longest > limit:
+    if limit is not None and tokens > limit:
         yield (
-            f"spec.training.maxTokens: a conversation has {longest} tokens, and the model {limit} positions; set it to "
+            f"spec.training.maxTokens: a conversation has {tokens} tokens, and the model {limit} positions; set it to "
             f"{limit}, so that longer ones are left out"
         )
 

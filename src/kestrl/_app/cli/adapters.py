@@ -54,8 +54,8 @@ def choose_adapter(store: ObjectStore, step: int | None, run: str) -> str:
             f"{run} has learned nothing: there is no published adapter; start it again, or name another run"
         )
     if step is not None and step not in steps:
-        known = ", ".join(map(str, sorted(steps)))
-        raise UserInputError(f"{run} has no published adapter of step {step} (there are: {known})")
+        published_steps = ", ".join(map(str, sorted(steps)))
+        raise UserInputError(f"{run} has no published adapter of step {step} (there are: {published_steps})")
     return steps[max(steps) if step is None else step]
 
 
@@ -80,9 +80,11 @@ def trained_run(runs: Path, run_id: str | None) -> TrainedRun:
         UserInputError: There is no such run, or its files are damaged.
     """
     if run_id is not None and (settings := runs / run_id / SETTINGS).is_file():
-        made = read_settings(SFTSettings, settings)
-        data = [name for name in (made.train.path, made.train.episodes) if name is not None]
-        return TrainedRun(run_id, open_store(made.storage), lambda: made.model, base=made.model, data=data)
+        sft_settings = read_settings(SFTSettings, settings)
+        data = [name for name in (sft_settings.train.path, sft_settings.train.episodes) if name is not None]
+        return TrainedRun(
+            run_id, open_store(sft_settings.storage), lambda: sft_settings.model, base=sft_settings.model, data=data
+        )
     run = find_run(runs, run_id)
     spec = run.job().spec
     return TrainedRun(
@@ -164,12 +166,12 @@ def _merged(trained: TrainedRun, out: Path, folder: str) -> str:
         "--out",
         str(out),
     ]
-    done = subprocess.run(command, check=False, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
+    process = subprocess.run(command, check=False, env={**TORCH_DEFAULTS, **os.environ})  # noqa: S603 - our own module
     for file in scratch.iterdir():
         file.unlink()
     scratch.rmdir()
-    if done.returncode != 0:
-        raise StorageError(f"merging {manifest.policy.name} into {model} failed with exit status {done.returncode}")
+    if process.returncode != 0:
+        raise StorageError(f"merging {manifest.policy.name} into {model} failed with exit status {process.returncode}")
     return f"{model} + {manifest.policy.name}"
 
 

@@ -110,9 +110,9 @@ class Commands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        listed = {name: command.summary for name, command in COMMANDS.items()}
-        listed |= dict.fromkeys(sorted(_applications()), "")
-        self.commands = {name: TyperCommand(name, help=summary) for name, summary in listed.items()}
+        summaries = {name: command.summary for name, command in COMMANDS.items()}
+        summaries |= dict.fromkeys(sorted(_applications()), "")
+        self.commands = {name: TyperCommand(name, help=summary) for name, summary in summaries.items()}
 
     def list_commands(self, ctx: Context) -> list[str]:
         """Names for help; of `kubectl kestrl` those for jobs of a cluster."""
@@ -133,8 +133,8 @@ class Commands(TyperGroup):
             return args[0], of_cluster(args[0]), args[1:]
         if args and args[0] in ON_CLUSTER and args[0] not in COMMANDS:
             raise UserInputError(f"{args[0]} is for jobs of a cluster: kestrl -n NAMESPACE {args[0]} JOB")
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command if name is None else loaded(name), rest
+        name, command, remaining = super().resolve_command(ctx, args)
+        return name, command if name is None else loaded(name), remaining
 
 
 def is_on_cluster(context: Context) -> bool:

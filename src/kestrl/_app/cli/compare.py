@@ -16,7 +16,7 @@ from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Runs
 from kestrl._app.comparison.differing import differing_fields
 from kestrl._app.comparison.flips import Flip, flip_metric, flips
 from kestrl._app.comparison.stored import EvaluationName, StoredEvaluation, check_same_questions, read_evaluation
-from kestrl._app.local.comparison import Evaluation, against_first, as_json, remarks, tables, values
+from kestrl._app.local.comparison import PolicyEvaluation, against_first, as_json, remarks, tables, values
 from kestrl.terminal import safe_line
 
 console = Console()
@@ -60,10 +60,10 @@ def compare(
         console.print(_next_command(flipped[0], sides[0].run.id, runs), soft_wrap=True, highlight=False, markup=False)
 
 
-def _as_json(evaluations: Sequence[Evaluation], metric: str, flipped: Sequence[Flip]) -> dict[str, object]:
+def _as_json(evaluations: Sequence[PolicyEvaluation], metric: str, flipped: Sequence[Flip]) -> dict[str, object]:
     pairs = dict(against_first(evaluations))
     return {
-        "evaluations": [as_json(each, pairs.get(each.label)) for each in evaluations],
+        "evaluations": [as_json(evaluation, pairs.get(evaluation.label)) for evaluation in evaluations],
         "metric": metric,
         "flips": [asdict(flip) for flip in flipped],
     }
@@ -79,16 +79,16 @@ def _job_warnings(one: StoredEvaluation, other: StoredEvaluation) -> Iterator[st
         )
 
 
-def _flip_lines(metric: str, flipped: Sequence[Flip], most: int) -> Iterator[str]:
+def _flip_lines(metric: str, flipped: Sequence[Flip], limit: int) -> Iterator[str]:
     worse = sum(flip.difference < 0 for flip in flipped)
     yield f"questions whose {metric} differs: {len(flipped)}, of which {worse} became worse"
-    for flip in flipped[:most]:
+    for flip in flipped[:limit]:
         question = " ".join(flip.question.split())
         excerpt = question if len(question) <= LONGEST_QUESTION else question[:LONGEST_QUESTION] + " ..."
         yield safe_line(f"{flip.before:.3f} -> {flip.after:.3f}  {flip.scenario}: {excerpt}")
         yield safe_line(f"  {' '.join(flip.episodes_before)} -> {' '.join(flip.episodes_after)}")
-    if len(flipped) > most:
-        yield f"and {len(flipped) - most} more (--most, --json)"
+    if len(flipped) > limit:
+        yield f"and {len(flipped) - limit} more (--most, --json)"
 
 
 def _next_command(flip: Flip, run: str, runs: Path) -> str:

@@ -84,10 +84,10 @@ def retool(
     size: Annotated[int | None, typer.Option(min=1, help="Number of rows (default: all that follow).")] = None,
 ) -> None:
     """Convert ReTool's data: transcripts for kestrl sft, or questions for a job."""
-    found = read_retool(source, name=name, skip=skip, size=size)
-    write_rows(out, found.rows)
-    typer.echo(f"{out}: {len(found.rows)} {found.what}")
-    for line in found.lines(source):
+    conversion = read_retool(source, name=name, skip=skip, size=size)
+    write_rows(out, conversion.rows)
+    typer.echo(f"{out}: {len(conversion.rows)} {conversion.what}")
+    for line in conversion.lines(source):
         typer.echo(safe_line(line))
 
 
@@ -224,9 +224,9 @@ def _variables(names: list[str] | None) -> dict[str, str]:
     Raises:
         UserInputError: One is not set.
     """
-    missing = [name for name in names or () if name not in os.environ]
-    if missing:
-        raise UserInputError(f"--env {missing[0]}: the variable is not set")
+    missing_names = [name for name in names or () if name not in os.environ]
+    if missing_names:
+        raise UserInputError(f"--env {missing_names[0]}: the variable is not set")
     return {name: os.environ[name] for name in names or ()}
 
 

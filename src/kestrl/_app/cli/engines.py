@@ -32,8 +32,8 @@ Folder = Annotated[
 ]
 
 
-def _folder(named: Path | None) -> Path:
-    return engines_folder() if named is None else engines_folder({VARIABLE: str(named)})
+def _folder(folder: Path | None) -> Path:
+    return engines_folder() if folder is None else engines_folder({VARIABLE: str(folder)})
 
 
 def _say(line: str) -> None:
@@ -43,11 +43,11 @@ def _say(line: str) -> None:
 @engines.command("install")
 def install_engine(engine: Engine, device: Device = DEVICES[0], folder: Folder = None) -> None:
     """Install an engine, from the lock that ships for it or by resolving its requirements."""
-    wanted = wanted_engine(engine, device)
-    there = install(_folder(folder), wanted, _say)
-    console.print(f"{there} is in {there.path}", **PLAIN)
-    if not there.verified:
-        _say(f"warning: it was not tried with kestrl; run: {_command('check', there, folder)}")
+    request = wanted_engine(engine, device)
+    installed = install(_folder(folder), request, _say)
+    console.print(f"{installed} is in {installed.path}", **PLAIN)
+    if not installed.verified:
+        _say(f"warning: it was not tried with kestrl; run: {_command('check', installed, folder)}")
 
 
 @engines.command("list")
@@ -56,7 +56,7 @@ def list_engines(
 ) -> None:
     """Show the installed engines."""
     place = _folder(folder)
-    rows = [_row(each) for each in installed_engines(place)]
+    rows = [_row(engine) for engine in installed_engines(place)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -94,21 +94,21 @@ def check_engine(
     folder: Folder = None,
 ) -> None:
     """Start an installed engine and run the conformance suite. Exit code 1 if it does not conform."""
-    chosen = find_installed(_folder(folder), wanted_engine(engine, device))
+    installed_engine = find_installed(_folder(folder), wanted_engine(engine, device))
     located = locate_model(model, base=Path.cwd(), field="--model")
     work = Path(tempfile.mkdtemp(prefix="kestrl-engine-check-"))
-    _say(f"checking {chosen}; its log is {work / 'engine.log'}")
-    check_installed(chosen, located, work)
-    console.print(f"{chosen} conforms", **PLAIN)
+    _say(f"checking {installed_engine}; its log is {work / 'engine.log'}")
+    check_installed(installed_engine, located, work)
+    console.print(f"{installed_engine} conforms", **PLAIN)
 
 
 @engines.command("remove")
 def remove_engine(engine: Engine, device: Device = DEVICES[0], folder: Folder = None) -> None:
     """Remove an installed engine that nothing uses."""
     place = _folder(folder)
-    chosen = find_installed(place, wanted_engine(engine, device))
-    remove(place, chosen)
-    console.print(f"{chosen} is removed", **PLAIN)
+    installed_engine = find_installed(place, wanted_engine(engine, device))
+    remove(place, installed_engine)
+    console.print(f"{installed_engine} is removed", **PLAIN)
 
 
 def _command(name: str, engine: Installed, folder: Path | None) -> str:

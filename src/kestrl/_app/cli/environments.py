@@ -51,15 +51,15 @@ def check_environment(
     """
     job = read_job(manifest, set_ or ())
     with TemporaryDirectory() as cache:
-        found = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows, reports=report or ())
+        verdict = plays_of(job, base=manifest.resolve().parent, cache_dir=Path(cache), rows=rows, reports=report or ())
     if print_json:
-        typer.echo(json.dumps({"valid": not found.problems, **asdict(found)}, indent=2))
-        raise typer.Exit(EXIT_INPUT if found.problems else 0)
-    for warning in found.warnings:
+        typer.echo(json.dumps({"valid": not verdict.problems, **asdict(verdict)}, indent=2))
+        raise typer.Exit(EXIT_INPUT if verdict.problems else 0)
+    for warning in verdict.warnings:
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
-    console.print(f"{manifest}: {found.summary or 'nothing was played'}", **PLAIN)
-    if found.problems:
-        raise SeveralProblems(found.problems)
+    console.print(f"{manifest}: {verdict.summary or 'nothing was played'}", **PLAIN)
+    if verdict.problems:
+        raise SeveralProblems(verdict.problems)
 
 
 def register(app: typer.Typer) -> None:

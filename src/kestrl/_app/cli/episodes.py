@@ -16,7 +16,7 @@ from kestrl._app.episodes.difference import best_sibling, difference, difference
 from kestrl._app.episodes.labels import delete_label, labelled, read_labels, with_labels, write_label
 from kestrl._app.episodes.places import EpisodePlace, find_episode, find_place
 from kestrl._app.episodes.printing import LISTED, episode_lines, judge_lines, listed_line, token_lines
-from kestrl._app.episodes.query import Condition
+from kestrl._app.episodes.query import EpisodeCondition
 from kestrl._app.episodes.reading import Batch, batch_table, batches
 from kestrl.episode import Episode, Purpose
 from kestrl.errors import UserInputError
@@ -64,7 +64,7 @@ def list_episodes(
     With --json a line is an object.
     """
     kind, place = _purpose(purpose), find_place(runs, run_id)
-    condition = None if where is None else Condition(where)
+    condition = None if where is None else EpisodeCondition(where)
     for batch in _followed(place, kind, step) if follow else batches(place.store, kind, step):
         for row in _rows(place.store, batch, condition):
             if scenario in {None, row["scenario"]} and failed in {None, row["failure_boundary"] is not None}:
@@ -73,19 +73,19 @@ def list_episodes(
 
 def _followed(place: EpisodePlace, purpose: Purpose | None, step: int | None) -> Iterator[Batch]:
     """The batches that are stored, and those that come until the run ends."""
-    seen: set[Batch] = set()
+    seen_batches: set[Batch] = set()
     while True:
         live = place.live  # read before the storage, so that everything written until then is printed
         for batch in batches(place.store, purpose, step):
-            if batch not in seen:
-                seen.add(batch)
+            if batch not in seen_batches:
+                seen_batches.add(batch)
                 yield batch
         if not live:
             return
         time.sleep(POLL_SECONDS)
 
 
-def _rows(store: ObjectStore, batch: Batch, condition: Condition | None) -> Sequence[dict[str, Any]]:
+def _rows(store: ObjectStore, batch: Batch, condition: EpisodeCondition | None) -> Sequence[dict[str, Any]]:
     columns = dict.fromkeys([*LISTED, *(() if condition is None else condition.columns())])
     table = with_labels(batch_table(store, batch, [*columns]), read_labels(store))
     rows: list[dict[str, Any]] = (table if condition is None else condition.matching(table)).to_pylist()

@@ -15,10 +15,10 @@ from rich.console import Console
 from kestrl._app.cli.adapters import choose_adapter
 from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Details, Manifest, Overrides, RunId, Runs, Sequential, Verbose
 from kestrl._app.episodes.reading import evaluated_groups
-from kestrl._app.local.comparison import Evaluation, report
+from kestrl._app.local.comparison import PolicyEvaluation, report
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run
-from kestrl._app.local.runner import Options, run_job
+from kestrl._app.local.runner import RunOptions, run_job
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import storage_address
 from kestrl._shared.conventions import EXIT_FAILED, LEVEL_VARIABLE
@@ -76,12 +76,12 @@ class Candidate:
             return Candidate(label=name, base=True)
         if name == NEWEST:
             return Candidate(label=name)
-        if found := VERSION.fullmatch(name):
-            return Candidate(label=name, step=int(found[1]))
+        if match := VERSION.fullmatch(name):
+            return Candidate(label=name, step=int(match[1]))
         if option == "--models" and name.startswith(ENDPOINT) and len(name) > len(ENDPOINT):
             return Candidate(label=name, model=name.removeprefix(ENDPOINT))
-        known = "base, newest, a version such as v12" + (", or openai:NAME" if option == "--models" else "")
-        raise UserInputError(f"{option}: {text!r} is not one of {known}")
+        choices = "base, newest, a version such as v12" + (", or openai:NAME" if option == "--models" else "")
+        raise UserInputError(f"{option}: {text!r} is not one of {choices}")
 
 
 def sampling_of(job: AgentRLJob, **options: float | None) -> EvaluationSampling:
@@ -94,14 +94,14 @@ def sampling_of(job: AgentRLJob, **options: float | None) -> EvaluationSampling:
     Raises:
         UserInputError: The temperature is 0, with other options that would then change nothing, or top_p is 0.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("top_p") == 0:
+    given_options = {name: value for name, value in options.items() if value is not None}
+    if given_options.get("top_p") == 0:
         raise UserInputError("--top-p: 0 leaves no token; use --temperature 0 for greedy episodes, or a value up to 1")
-    chosen = job.spec.evaluation.model_copy(update=given)
-    problem = greedy_problem(chosen)
+    evaluation = job.spec.evaluation.model_copy(update=given_options)
+    problem = greedy_problem(evaluation)
     if problem is not None:
         raise UserInputError(f"--temperature: {problem}")
-    return evaluation_sampling(job.spec, chosen)
+    return evaluation_sampling(job.spec, evaluation)
 
 
 def candidates(text: str, option: str) -> list[Candidate]:
@@ -140,16 +140,16 @@ def evaluate(
     """Evaluate policies of a run on the validation data, greedily or by several samples, side by side."""
     if policy is not None and (step is not None or base):
         raise UserInputError("--policy: name every policy there, without --step and --base")
-    listed = policy or (BASE if base else NEWEST if step is None else f"v{step}")
+    policy_names = policy or (BASE if base else NEWEST if step is None else f"v{step}")
     run = find_run(runs, run_id)
     job = _paced(parse_job(with_overrides(run.read_json("job.json"), set_ or ())), sequential=sequential)
     sampling = sampling_of(job, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k)
-    chosen = candidates(listed, "--policy")
-    addresses = [adapter_address(run, candidate) for candidate in chosen]
+    candidate_list = candidates(policy_names, "--policy")
+    addresses = [adapter_address(run, candidate) for candidate in candidate_list]
     _verbose(verbose)
     progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
-    options = Options(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
+    options = RunOptions(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
     evaluations = [
         _evaluated(
             candidate,
@@ -161,7 +161,7 @@ def evaluate(
             run=run,
             progress=progress,
         )
-        for candidate, address in zip(chosen, addresses, strict=True)
+        for candidate, address in zip(candidate_list, addresses, strict=True)
     ]
     report(console, evaluations, home / f"{stamp}.json", with_details=details, print_json=print_json)
 
@@ -210,24 +210,24 @@ def bench(
     job = _paced(read_job(manifest, set_ or ()), sequential=sequential)
     if job.spec.data.validation is None:
         raise UserInputError("spec.data.validation: bench needs validation data")
-    chosen = candidates(models, "--models")
+    candidate_list = candidates(models, "--models")
     own_temperature = temperature is not None and temperature < 0
     sampling = sampling_of(
         job, samples=samples, temperature=None if own_temperature else temperature, top_p=top_p, top_k=top_k
     )
-    if sampling.top_k and any(candidate.model for candidate in chosen):
+    if sampling.top_k and any(candidate.model for candidate in candidate_list):
         raise UserInputError(
             "--top-k: OpenAI-compatible endpoints have no such parameter; use 0 here, or compare policies alone"
         )
-    if any(candidate.model for candidate in chosen) and not os.environ.get(key_variable):
+    if any(candidate.model for candidate in candidate_list) and not os.environ.get(key_variable):
         raise UserInputError(f"--api-key-env: {key_variable} is not set; any text will do for endpoints without a key")
-    adapters = any(not candidate.model and not candidate.base for candidate in chosen)
+    adapters = any(not candidate.model and not candidate.base for candidate in candidate_list)
     run = find_run(runs, run_id) if adapters or run_id else None
-    addresses = [None if run is None else adapter_address(run, candidate) for candidate in chosen]
+    addresses = [None if run is None else adapter_address(run, candidate) for candidate in candidate_list]
     _verbose(verbose)
     progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), runs.resolve() / "benchmarks"
-    options = Options(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
+    options = RunOptions(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
     served = BenchEndpoint(url=endpoint, key_variable=key_variable, budget_tokens=budget_tokens)
     evaluations = [
         _evaluated(
@@ -241,7 +241,7 @@ def bench(
             run,
             progress=progress,
         )
-        for candidate, address in zip(chosen, addresses, strict=True)
+        for candidate, address in zip(candidate_list, addresses, strict=True)
     ]
     place = home / f"{job.metadata.name}-{stamp}.json"
     report(console, evaluations, place, with_details=details, print_json=print_json)
@@ -279,7 +279,7 @@ def _verbose(verbose: bool) -> None:
 def _evaluated(
     candidate: Candidate,
     job: AgentRLJob,
-    options: Options,
+    options: RunOptions,
     folder: RunDir,
     address: str | None,
     sampling: EvaluationSampling,
@@ -287,7 +287,7 @@ def _evaluated(
     run: RunDir | None = None,
     *,
     progress: Console,
-) -> Evaluation:
+) -> PolicyEvaluation:
     """Runs one candidate over the validation data; ends the program with the run's exit code if that fails.
 
     Args:
@@ -313,7 +313,7 @@ def _evaluated(
     if code != 0 or summary is None or summary.after is None:
         raise typer.Exit(code or EXIT_FAILED)
     store = open_storage(job, options.manifest_dir, storage_address(job, folder, options.manifest_dir))
-    return Evaluation(
+    return PolicyEvaluation(
         label=candidate.label,
         policy=summary.policy.version if summary.policy else candidate.model or BASE,
         means=summary.after,

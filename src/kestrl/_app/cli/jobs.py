@@ -45,14 +45,14 @@ def run(
     from kestrl._app.episodes.newest import newest_verdict
     from kestrl._app.interpreters.places import in_use
     from kestrl._app.local.rundir import open_run
-    from kestrl._app.local.runner import Options, run_job
+    from kestrl._app.local.runner import RunOptions, run_job
 
     if verbose:
         os.environ[LEVEL_VARIABLE] = "DEBUG"
     job = read_job(manifest, with_engine(set_, engine_python))
     follower = _follower(job, manifest.resolve().parent)
     folder, resumed = open_run(runs, job, new=new)
-    options = Options(
+    options = RunOptions(
         manifest_dir=manifest.resolve().parent,
         cache_dir=runs.resolve() / ".data",
         base_port=base_port,
@@ -191,8 +191,8 @@ def plan(
         table.add_row(item.name, item.module, device, ports)
         holders.setdefault(tuple(item.secrets), []).append(item.name)
     console.print(table)
-    for held, names in holders.items():  # in a column, their names would be cut
-        console.print(f"credentials of {', '.join(names)}: {', '.join(held) or 'none'}", **PLAIN)
+    for secrets, names in holders.items():  # in a column, their names would be cut
+        console.print(f"credentials of {', '.join(names)}: {', '.join(secrets) or 'none'}", **PLAIN)
     if line := outside_line(job.spec.agent):
         console.print(safe_line(f"agent: {line}"), **PLAIN)
     for note in () if site.devices is None else site.devices.notes:
@@ -214,25 +214,25 @@ def doctor(
     if manifest is None and engine_python is not None:
         raise UserInputError("--engine-python belongs to a manifest; give one, too")
     try:
-        read = None if manifest is None else read_manifest(manifest, with_engine(set_, engine_python))
+        parsed_manifest = None if manifest is None else read_manifest(manifest, with_engine(set_, engine_python))
     except UserInputError as error:
         if not print_json:
             raise
         unread = Finding(name="job", status="unusable", fix="\n".join(problems_of(error)))
         typer.echo(json.dumps([asdict(unread)], indent=2))
         raise typer.Exit(EXIT_INPUT) from error
-    missing = False
+    any_missing = False
     if print_json:
-        findings = list(examine(read, runs=runs))
+        findings = list(examine(parsed_manifest, runs=runs))
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
         raise typer.Exit(EXIT_INPUT if any(finding.fix for finding in findings) else 0)
-    for finding in examine(read, runs=runs):
-        missing |= bool(finding.fix)
+    for finding in examine(parsed_manifest, runs=runs):
+        any_missing |= bool(finding.fix)
         console.print(f"{'MISSING' if finding.fix else 'ok':<8}{finding.name:<12} {finding.status}", **PLAIN)
         if finding.fix:
             for line in error_lines(UserInputError(finding.fix)):
                 console.print(f"{'':<8}{'':<12} {line}", **PLAIN)
-    raise typer.Exit(EXIT_INPUT if missing else 0)
+    raise typer.Exit(EXIT_INPUT if any_missing else 0)
 
 
 def schema() -> None:

@@ -88,8 +88,8 @@ def check(
     else:
         for kind, report in reports.items():
             _print_report(kind, report)
-        for kind, why in skipped.items():
-            console.print(f"{kind}: not checked: {why}", markup=False, soft_wrap=True)
+        for kind, reason in skipped.items():
+            console.print(f"{kind}: not checked: {reason}", markup=False, soft_wrap=True)
         console.print("passed" if passed else "not passed")
     if not passed:
         raise typer.Exit(EXIT_FAILED)
@@ -132,7 +132,9 @@ def _endpoint_check(base_url: str | None, model: str | None, key_from: str, *, c
     ruler = _remote_entry(_job_with({"baseUrl": base_url, "model": model}, document, "--base-url"))
     variable = (CORRECTNESS_KEY_VARIABLES if correctness else KEY_VARIABLES)[0]
     keyed = {"key_variable": variable if os.environ.get(key_from) else None}
-    ruler = ruler.model_copy(update={"judges": tuple(each.model_copy(update=keyed) for each in ruler.judges)})
+    ruler = ruler.model_copy(
+        update={"judges": tuple(judge_model.model_copy(update=keyed) for judge_model in ruler.judges)}
+    )
     if not correctness:
         return JudgeCheck(ruler=ruler)
     return JudgeCheck(correctness=JudgeEntry(**ruler.model_dump(include=set(JudgeEntry.model_fields))))
@@ -161,11 +163,11 @@ def _job_with(ruler: Any, document: dict[str, Any], option: str) -> AgentRLJob:
 
 def _remote_entry(job: AgentRLJob, instead: str = "--base-url and --model") -> RulerEntry:
     """The job's ruler, which must not need the job's engines."""
-    found = ruler_of(job.spec)
-    if found is None:
+    indexed_ruler = ruler_of(job.spec)
+    if indexed_ruler is None:
         raise UserInputError(f"spec.rewards: has no ruler; add one, or give {instead}")
-    if found[1].job_model:
-        raise UserInputError(_needs_engines(f"spec.rewards[{found[0]}].ruler", instead))
+    if indexed_ruler[1].job_model:
+        raise UserInputError(_needs_engines(f"spec.rewards[{indexed_ruler[0]}].ruler", instead))
     entry = ruler_entry(job.spec, ())
     assert entry is not None
     return entry
@@ -195,8 +197,8 @@ def _print_report(kind: str, report: Mapping[str, Any]) -> None:
         if len(entry["failures"]) > SHOWN_FAILURES:
             console.print(f"{entry['name']}: and {len(entry['failures']) - SHOWN_FAILURES} more (--json prints all)")
     if report["agreement"]:
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in report["agreement"].items())
-        console.print(f"agreement with the known answers: {shown}")
+        agreement = ", ".join(f"{name} {value:.2f}" for name, value in report["agreement"].items())
+        console.print(f"agreement with the known answers: {agreement}")
     usage = report["usage"]
     console.print(
         f"{usage['calls']} requests, {sum(usage['tokens'].values())} tokens, {usage['seconds']:.1f} s of requests, "
@@ -228,7 +230,11 @@ def rejudge(
         if error.code != "not_found":
             raise
         raise UserInputError(f"--step: run {run.id} has no stored episodes of step {step}") from error
-    groups = [group_to_proto(each.group) for each in stored if each.outcome in SCORED_OUTCOMES and each.group.episodes]
+    groups = [
+        group_to_proto(stored_group.group)
+        for stored_group in stored
+        if stored_group.outcome in SCORED_OUTCOMES and stored_group.group.episodes
+    ]
     with tempfile.NamedTemporaryFile(prefix="kestrl-rejudge-") as file:
         file.write(pb.GroupBatch(step=step, purpose=Purpose.TRAIN, groups=groups).SerializeToString())
         file.flush()
@@ -242,16 +248,16 @@ def rejudge(
         _print_differences(facts)
 
 
-def _with_ruler(job: AgentRLJob, given: str, base: Path) -> tuple[AgentRLJob, Path]:
+def _with_ruler(job: AgentRLJob, ruler: str, base: Path) -> tuple[AgentRLJob, Path]:
     """The job with another ruler, and the folder of its secrets.
 
     Raises:
         UserInputError: The ruler is not valid.
     """
-    file = Path(given)
-    is_file = not given.lstrip().startswith("{") and file.is_file()
+    file = Path(ruler)
+    is_file = not ruler.lstrip().startswith("{") and file.is_file()
     try:
-        document: Any = read_yaml(file.read_text(encoding="utf-8") if is_file else given)
+        document: Any = read_yaml(file.read_text(encoding="utf-8") if is_file else ruler)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserInputError(f"--ruler: is neither a YAML file nor YAML: {error}") from error
     manifest = job.model_dump(by_alias=True, exclude_none=True, mode="json")
@@ -262,13 +268,13 @@ def _print_differences(facts: Mapping[str, Any]) -> None:
     table = Table("episode", "ruler before", "ruler now", "reward before", "reward now", "why")
     swapped = pairs = 0
     for group in facts["groups"]:
-        for each in group["episodes"]:
-            details: dict[str, Any] = each["details"] or {}
-            why: str = each["failure"] or details.get("explanation", "")
-            numbers = [_number(each[name]) for name in ("old", "new", "old_reward", "new_reward")]
-            table.add_row(safe_line(each["id"]), *numbers, safe_line(why)[:200])
-        found = _swapped(group["episodes"])
-        swapped, pairs = swapped + found[0], pairs + found[1]
+        for episode in group["episodes"]:
+            details: dict[str, Any] = episode["details"] or {}
+            reason: str = episode["failure"] or details.get("explanation", "")
+            numbers = [_number(episode[name]) for name in ("old", "new", "old_reward", "new_reward")]
+            table.add_row(safe_line(episode["id"]), *numbers, safe_line(reason)[:200])
+        pair_counts = _swapped(group["episodes"])
+        swapped, pairs = swapped + pair_counts[0], pairs + pair_counts[1]
     console.print(table)
     console.print(f"{swapped} of {pairs} pairs of episodes changed their order by reward")
     console.print(safe(f"{facts['calls']} requests, {facts['tokens']} tokens, {facts['cost']:.4f} USD"))
@@ -280,8 +286,10 @@ def _number(value: float | None) -> str:
 
 def _swapped(episodes: list[Mapping[str, Any]]) -> tuple[int, int]:
     """Pairs of a group whose order by reward changed, and all pairs with both rewards."""
-    known = [each for each in episodes if each["old_reward"] is not None and each["new_reward"] is not None]
-    pairs = list(combinations(known, 2))
+    scored_episodes = [
+        episode for episode in episodes if episode["old_reward"] is not None and episode["new_reward"] is not None
+    ]
+    pairs = list(combinations(scored_episodes, 2))
     changed = sum(
         _sign(a["old_reward"] - b["old_reward"]) != _sign(a["new_reward"] - b["new_reward"]) for a, b in pairs
     )

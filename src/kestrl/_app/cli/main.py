@@ -31,8 +31,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show_version: bool) -> None:
+    if show_version:
         typer.echo(f"kestrl {version('kestrl')}")
         raise typer.Exit
 
@@ -111,9 +111,9 @@ def _reader_left() -> NoReturn:
 def _end(console: Console, error: BaseException, code: int, text: str = "", *, keep: bool = False) -> NoReturn:
     from kestrl._app.error_text import error_lines
 
-    first, *others = error_lines(error, text=text, keep=keep)
+    first, *following = error_lines(error, text=text, keep=keep)
     with suppress(OSError):  # nobody can read stderr; the exit code says it still
-        for line in (f"error: {first}", *others):
+        for line in (f"error: {first}", *following):
             console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
 

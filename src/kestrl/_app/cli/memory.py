@@ -48,25 +48,25 @@ def print_memory(
     if isinstance(job, AgentRLJob):
         job = fitted_job(job, base)
     model = locate_model(job.spec.model.base, base=base)
-    asked = memory_settings(job, model=model, row=None if row is None else _row(row))
-    found = estimated(asked)
-    fits = None if device_memory is None else found.fits(device_memory * GIB)
+    settings = memory_settings(job, model=model, row=None if row is None else _row(row))
+    estimate = estimated(settings)
+    fits = None if device_memory is None else estimate.fits(device_memory * GIB)
     if as_json:
-        document = {**found.model_dump(mode="json"), "total": found.total, "ranks": asked.ranks, "fits": fits}
+        document = {**estimate.model_dump(mode="json"), "total": estimate.total, "ranks": settings.ranks, "fits": fits}
         typer.echo(json.dumps(document, indent=2))
     else:
-        console.print(_table(asked, found))
-        console.print(_pass_of(asked, found), soft_wrap=True, markup=False, highlight=False)
-        if asked.ranks > 1:
-            console.print(_ranks_of(asked, found), soft_wrap=True, markup=False, highlight=False)
-        if found.host:
-            each = " on each rank" if asked.ranks > 1 else ""
-            text = f"Offloaded activations take {found.host / GIB:.2f} GiB of host memory{each}."
+        console.print(_table(settings, estimate))
+        console.print(_pass_of(settings, estimate), soft_wrap=True, markup=False, highlight=False)
+        if settings.ranks > 1:
+            console.print(_ranks_of(settings, estimate), soft_wrap=True, markup=False, highlight=False)
+        if estimate.host:
+            per_rank = " on each rank" if settings.ranks > 1 else ""
+            text = f"Offloaded activations take {estimate.host / GIB:.2f} GiB of host memory{per_rank}."
             console.print(text, highlight=False)
-        if asked.policy.device == "cpu":
+        if settings.policy.device == "cpu":
             console.print(CPU_NOTE, soft_wrap=True, markup=False, highlight=False)
         if device_memory is not None:
-            for line in verdict(asked, found, device_memory):
+            for line in verdict(settings, estimate, device_memory):
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
     if fits is False:
         raise typer.Exit(EXIT_INPUT)
@@ -80,48 +80,48 @@ def _read(manifest: Path, overrides: tuple[str, ...]) -> AgentRLJob | SFTJob:
 
 
 def _row(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9][0-9]*)\+([1-9][0-9]*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9][0-9]*)\+([1-9][0-9]*)", text)
+    if match is None:
         raise UserInputError(f"--row: {text!r} is not PROMPT+COMPLETION, both in tokens, such as 1024+3072")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def _table(asked: MemorySettings, found: MemoryEstimate) -> Table:
-    table = Table("learner" if asked.ranks == 1 else f"each of {asked.ranks} ranks", "GiB")
+def _table(settings: MemorySettings, estimate: MemoryEstimate) -> Table:
+    table = Table("learner" if settings.ranks == 1 else f"each of {settings.ranks} ranks", "GiB")
     table.columns[1].justify = "right"
-    for part, size in found.parts.items():
+    for part, size in estimate.parts.items():
         table.add_row(part.value, f"{size / GIB:.2f}")
     table.add_section()
-    table.add_row("peak", f"{found.total / GIB:.2f}")
+    table.add_row("peak", f"{estimate.total / GIB:.2f}")
     return table
 
 
-def _pass_of(asked: MemorySettings, found: MemoryEstimate) -> str:
-    policy = asked.policy
+def _pass_of(settings: MemorySettings, estimate: MemoryEstimate) -> str:
+    policy = settings.policy
     checkpointing = "with" if policy.gradient_checkpointing else "without"
-    trained = f"rank {policy.rank}" if asked.parameters == "adapter" else "all parameters"
-    rows = asked.group_rows * asked.groups
+    trained = f"rank {policy.rank}" if settings.parameters == "adapter" else "all parameters"
+    rows = settings.group_rows * settings.groups
     return (
-        f"The largest pass holds {found.rows} of a step's {rows} rows of {asked.prompt} + {asked.completion} tokens; "
-        f"{policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
+        f"The largest pass holds {estimate.rows} of a step's {rows} rows of {settings.prompt} + {settings.completion} "
+        f"tokens; {policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
     )
 
 
-def _ranks_of(asked: MemorySettings, found: MemoryEstimate) -> str:
+def _ranks_of(settings: MemorySettings, estimate: MemoryEstimate) -> str:
     """What the ranks share, and on a CPU the memory of all of them."""
     shared = (
-        f"The layers of the base are divided among {asked.ranks} ranks, and the passes of a step are dealt to them; "
+        f"The layers of the base are divided among {settings.ranks} ranks, and the passes of a step are dealt to them; "
         "embeddings, head, adapter, gradients and optimizer state are whole on each."
     )
-    if asked.policy.device != "cpu":
+    if settings.policy.device != "cpu":
         return shared
-    return f"{shared} On one machine they take {asked.ranks * found.total / GIB:.2f} GiB together."
+    return f"{shared} On one machine they take {settings.ranks * estimate.total / GIB:.2f} GiB together."
 
 
-def verdict(asked: MemorySettings, found: MemoryEstimate, device_memory: float) -> list[str]:
+def verdict(settings: MemorySettings, estimate: MemoryEstimate, device_memory: float) -> list[str]:
     """Whether the device of a rank, of some GiB, holds the estimate, and otherwise the fields to change."""
-    wanted = found.total * (1 + MARGIN) / GIB
-    size = f"{wanted:.2f} GiB with a margin of {MARGIN:.0%}, of {device_memory:g} GiB"
-    if found.fits(device_memory * GIB):
+    required_gib = estimate.total * (1 + MARGIN) / GIB
+    size = f"{required_gib:.2f} GiB with a margin of {MARGIN:.0%}, of {device_memory:g} GiB"
+    if estimate.fits(device_memory * GIB):
         return [f"fits: {size}"]
-    return [f"does not fit: {size}. What would lower it:", *(f"  {line}" for line in changes(asked, found))]
+    return [f"does not fit: {size}. What would lower it:", *(f"  {line}" for line in changes(settings, estimate))]

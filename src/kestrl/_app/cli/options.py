@@ -32,5 +32,7 @@ DEFAULT_RUNS = Path("runs")
 
 def with_engine(overrides: list[str] | None, python: Path | None) -> list[str]:
     """Overrides with the engine's interpreter, which is relative to the working directory."""
-    named = [] if python is None else [f"inference.python={json.dumps(str(Path.cwd() / python.expanduser()))}"]
-    return [*(overrides or ()), *named]
+    engine_overrides = (
+        [] if python is None else [f"inference.python={json.dumps(str(Path.cwd() / python.expanduser()))}"]
+    )
+    return [*(overrides or ()), *engine_overrides]

@@ -15,7 +15,7 @@ import typer
 from kestrl._app.cli.options import DEFAULT_RUNS, Runs
 from kestrl._app.episodes.places import EpisodePlace, find_place
 from kestrl._app.push.cursor import open_cursor
-from kestrl._app.push.follower import Follower, Sent
+from kestrl._app.push.follower import Follower, SentParts
 from kestrl._app.push.target import PushedRun, Target, TargetRefused, TargetUnavailable
 from kestrl._shared.conventions import EXIT_FAILED
 from kestrl.errors import StorageError, UserInputError
@@ -65,14 +65,14 @@ def push(
     ):
         follower = Follower(place, run, target, cursor, sample=sample, say=_say)
         try:
-            sent = follower.push(follow=follow)
+            delivery = follower.push(follow=follow)
         except (TargetUnavailable, TargetRefused, StorageError) as error:
             raise type(error)(
                 f"{error}; {_counted(follower.sent)} before that, and the same command sends the rest", code=error.code
             ) from error
-    typer.echo(_counted(sent))
-    if sent.problems:
-        typer.echo(safe_line(f"{len(sent.problems)} parts were not sent: {sent.problems[0]}"), err=True)
+    typer.echo(_counted(delivery))
+    if delivery.problems:
+        typer.echo(safe_line(f"{len(delivery.problems)} parts were not sent: {delivery.problems[0]}"), err=True)
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -80,8 +80,8 @@ def _say(line: str) -> None:
     typer.echo(safe_line(line), err=True)
 
 
-def _counted(sent: Sent) -> str:
-    return f"sent {sent.episodes} episodes in {sent.parts} parts" if sent.parts else "nothing new to send"
+def _counted(delivery: SentParts) -> str:
+    return f"sent {delivery.episodes} episodes in {delivery.parts} parts" if delivery.parts else "nothing new to send"
 
 
 def _secrets(path: Path | None) -> Mapping[str, str]:
@@ -133,20 +133,20 @@ def _opened(to: To, uri: str | None, experiment: str, variables: Mapping[str, st
 @contextmanager
 def _mlflow(uri: str | None, experiment: str, variables: Mapping[str, str]) -> Generator[Target]:
     try:
-        from kestrl._app.push.mlflow.connection import Connection
+        from kestrl._app.push.mlflow.connection import MLflowConnection
         from kestrl._app.push.mlflow.server import database_of, serving_mlflow
         from kestrl._app.push.mlflow.target import MLflow
     except ModuleNotFoundError as error:
         raise UserInputError(f"--to mlflow needs the package {error.name}: pip install 'kestrl[push]'") from error
     if uri is None:
         raise UserInputError("--to mlflow needs --uri, or MLFLOW_TRACKING_URI: http://127.0.0.1:5000, for example")
-    named = experiment or variables.get("MLFLOW_EXPERIMENT_NAME", "")
+    experiment_name = experiment or variables.get("MLFLOW_EXPERIMENT_NAME", "")
     database = database_of(uri)
     if database is None:
-        yield MLflow(Connection(uri, variables), named, named=uri)
+        yield MLflow(MLflowConnection(uri, variables), experiment_name, location=uri)
         return
     with serving_mlflow(database) as address:
-        yield MLflow(Connection(address, {}), named, named=database)
+        yield MLflow(MLflowConnection(address, {}), experiment_name, location=database)
 
 
 def register(app: typer.Typer) -> None:

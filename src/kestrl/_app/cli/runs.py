@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kestrl._app.cli.options import DEFAULT_RUNS, RunId, Runs
 from kestrl._app.local.files import write_atomic
-from kestrl._app.local.logs import LOG_BYTES, Follower, tail
+from kestrl._app.local.logs import LOG_BYTES, LogFollower, tail
 from kestrl._app.local.observation import observe
 from kestrl._app.local.progress import change_line, clock, detail_lines, means_line, step_words
 from kestrl._app.local.rundir import RunDir, find_run
@@ -35,13 +35,14 @@ UNKNOWN = "-"
 
 
 def _advice(run: RunDir, state: LocalRunState) -> str:
-    here = shlex.join(["--runs", str(run.path.parent)])
+    place = shlex.join(["--runs", str(run.path.parent)])
     advice = "run the same command again to resume from the last checkpoint"
     return {
-        LocalRunState.RUNNING: f"follow it: kestrl logs {run.id} {here} --follow; end it: kestrl stop {run.id} {here}",
-        LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {here}; kestrl serve {run.id} {here}; "
-        f"kestrl export {run.id} {here} --out adapter",
-        LocalRunState.FAILED: f"see: kestrl logs {run.id} {here}; fix the cause and run the same command again to "
+        LocalRunState.RUNNING: f"follow it: kestrl logs {run.id} {place} --follow; "
+        f"end it: kestrl stop {run.id} {place}",
+        LocalRunState.SUCCEEDED: f"use it: kestrl eval {run.id} {place}; kestrl serve {run.id} {place}; "
+        f"kestrl export {run.id} {place} --out adapter",
+        LocalRunState.FAILED: f"see: kestrl logs {run.id} {place}; fix the cause and run the same command again to "
         "resume",
         LocalRunState.STOPPED: advice,
         LocalRunState.DEAD: f"its runner ended without a record (killed?); {advice}",
@@ -59,21 +60,23 @@ def status(
 ) -> None:
     """Show the state of a run: progress, components, failures, and the next command."""
     run = find_run(runs, run_id)
-    known = observe(run)
+    observed_run = observe(run)
     if as_json:
-        typer.echo(json.dumps(known.as_json(), indent=2))
+        typer.echo(json.dumps(observed_run.as_json(), indent=2))
         return
     if engines:
-        _print_engines(run, (known.record or RunnerRecord()).state)
+        _print_engines(run, (observed_run.record or RunnerRecord()).state)
         return
-    record, summary = known.record or RunnerRecord(), known.summary
-    console.print(f"[bold]{run.id}[/] {known.state}" + (f" (pid {known.pid})" if known.pid else ""))
+    record, summary = observed_run.record or RunnerRecord(), observed_run.summary
+    console.print(
+        f"[bold]{run.id}[/] {observed_run.state}" + (f" (pid {observed_run.pid})" if observed_run.pid else "")
+    )
     if record.state is not None:
-        _print_state(record.state, alive=known.pid is not None)
+        _print_state(record.state, alive=observed_run.pid is not None)
     if summary is not None and (change := change_line(summary.before or {}, summary.after or {})):
         line = safe_line(f"held-out questions, before -> after: {change}")
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    _print_components(record, alive=known.pid is not None)
+    _print_components(record, alive=observed_run.pid is not None)
     for name, words in record.followers.items():
         console.print(safe_line(f"{name}: {words}"), markup=False, highlight=False, soft_wrap=True)
     last = record.state or RunState()
@@ -83,7 +86,7 @@ def status(
     reason = (summary.reason if summary is not None else "") or record.reason or last.activity.failure
     if reason:
         console.print(safe(f"reason: {reason}"), markup=False, soft_wrap=True)
-    console.print(_advice(run, known.state), markup=False, soft_wrap=True, highlight=False)
+    console.print(_advice(run, observed_run.state), markup=False, soft_wrap=True, highlight=False)
 
 
 def _print_state(state: RunState, *, alive: bool) -> None:
@@ -125,36 +128,38 @@ def _share(share: float | None) -> str:
 def _print_components(record: RunnerRecord, *, alive: bool) -> None:
     if not record.components:
         return
-    on_devices = any(seen.devices for seen in record.components.values())
-    ended = any(seen.last_exit is not None for seen in record.components.values())
+    on_devices = any(component.devices for component in record.components.values())
+    has_exits = any(component.last_exit is not None for component in record.components.values())
     columns = (
         "state",
         "pid",
         *(("devices",) if on_devices else ()),
         "metrics",
         "restarts",
-        *(("exit",) if ended else ()),
+        *(("exit",) if has_exits else ()),
     )
     table = Table("component", *columns)
-    for name, seen in record.components.items():
+    for name, component in record.components.items():
         table.add_row(
             name,
-            seen.state if alive else ComponentState.GONE,
-            str(seen.pid or "") if alive else "",
-            *((", ".join(seen.devices),) if on_devices else ()),
-            _metrics_port(seen) if alive else "",
-            str(seen.restarts),
-            *(("" if seen.last_exit is None else str(seen.last_exit),) if ended else ()),
+            component.state if alive else ComponentState.GONE,
+            str(component.pid or "") if alive else "",
+            *((", ".join(component.devices),) if on_devices else ()),
+            _metrics_port(component) if alive else "",
+            str(component.restarts),
+            *(("" if component.last_exit is None else str(component.last_exit),) if has_exits else ()),
         )
     console.print(table)
-    for name, seen in record.components.items():  # in a column, an error would leave no other its width
-        if seen.last_error:
-            console.print(safe_line(f"{name}: {seen.last_error[:200]}"), markup=False, highlight=False, soft_wrap=True)
+    for name, component in record.components.items():  # in a column, an error would leave no other its width
+        if component.last_error:
+            console.print(
+                safe_line(f"{name}: {component.last_error[:200]}"), markup=False, highlight=False, soft_wrap=True
+            )
 
 
-def _metrics_port(seen: ComponentRecord) -> str:
+def _metrics_port(component: ComponentRecord) -> str:
     """Port of a component's Prometheus endpoint; an engine serves metrics on its HTTP port."""
-    return str(seen.ports.get("metrics") or seen.ports.get("http") or "")
+    return str(component.ports.get("metrics") or component.ports.get("http") or "")
 
 
 def logs(
@@ -171,27 +176,27 @@ def logs(
     paths = {path.stem: path for path in sorted((run.path / "logs").glob("*.log"))}
     if component is not None and component not in paths:
         raise UserInputError(f"run {run.id} has no log of {component!r} (there are: {', '.join(paths) or 'none'})")
-    chosen = {name: path for name, path in paths.items() if component in {None, name}}
-    followers = {name: Follower(path, at_end=True) for name, path in chosen.items()} if follow else {}
-    for name, path in chosen.items():
-        kept = deque(tail(path, LOG_BYTES).decode(errors="replace").splitlines(), maxlen=lines)
-        for line in kept:
+    chosen_paths = {name: path for name, path in paths.items() if component in {None, name}}
+    followers = {name: LogFollower(path, at_end=True) for name, path in chosen_paths.items()} if follow else {}
+    for name, path in chosen_paths.items():
+        last_lines = deque(tail(path, LOG_BYTES).decode(errors="replace").splitlines(), maxlen=lines)
+        for line in last_lines:
             typer.echo(f"{name} | {safe(line)}")
     if follow:
         _follow(run, followers, only=component)
 
 
-def _follow(run: RunDir, followers: dict[str, Follower], *, only: str | None) -> None:
+def _follow(run: RunDir, followers: dict[str, LogFollower], *, only: str | None) -> None:
     """Prints appended lines until the runner ends, across rotations and including components that start later."""
     while True:
-        gone = run.runner_pid() is None  # read before the logs, so that everything written until then is printed
+        ended_run = run.runner_pid() is None  # read before the logs, so that everything written until then is printed
         for path in sorted((run.path / "logs").glob("*.log")):
             if only in {None, path.stem} and path.stem not in followers:
-                followers[path.stem] = Follower(path, at_end=False)
+                followers[path.stem] = LogFollower(path, at_end=False)
         for name, follower in followers.items():
             for line in follower.lines():
                 typer.echo(f"{name} | {safe(line)}")
-        if gone:
+        if ended_run:
             return
         time.sleep(0.3)
 
@@ -223,16 +228,16 @@ def scale(
     """Change the number of engines of a run that goes on. New ones join, and those that leave finish their turns."""
     from kestrl._app.local.engine_fleet import REQUEST, ScaleRequest, check_scale
 
-    what, _, count = number.partition("=")
-    if what != "engines" or not count.isdecimal():
+    name, _, count = number.partition("=")
+    if name != "engines" or not count.isdecimal():
         raise UserInputError(f"{number!r}: name the number of engines, such as engines=2")
     run = find_run(runs, run_id)
     check_scale(run.job(), int(count))
     if run.runner_pid() is None:
         raise UserInputError(f"{run.id} is not running; set spec.inference.replicas for its next start")
     write_atomic(run.path / REQUEST, ScaleRequest(engines=int(count)).model_dump_json())
-    here = shlex.join(["--runs", str(run.path.parent)])
-    line = f"asked {run.id} for {count} engines; see them join or leave: kestrl status {run.id} {here}"
+    runs_option = shlex.join(["--runs", str(run.path.parent)])
+    line = f"asked {run.id} for {count} engines; see them join or leave: kestrl status {run.id} {runs_option}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -16,11 +16,11 @@ from kestrl._app.checks.thresholds import threshold_problems
 from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Overrides, Runs
 from kestrl._app.cli.sft import fine_tuned
 from kestrl._app.comparison.differing import differing_fields
-from kestrl._app.comparison.verdict import Curve, SeedVerdict, Verdict, judge
+from kestrl._app.comparison.verdict import EvaluationCurve, SeedVerdict, ThresholdVerdict, judge
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
 from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
-from kestrl._app.local.runner import Options, run_job
+from kestrl._app.local.runner import RunOptions, run_job
 from kestrl._app.local.uncertainty import Values, different_questions, values_of
 from kestrl._shared.conventions import EXIT_FAILED
 from kestrl._shared.spec import AgentRLJob, read_job
@@ -48,30 +48,32 @@ def verify(
 
     The same command again resumes: finished runs are not repeated, an interrupted one goes on.
     """
-    wanted = read_threshold(threshold)
+    parsed_threshold = read_threshold(threshold)
     base = threshold.resolve().parent
     overrides = tuple(set_ or ())
     if run_ids:
-        job = read_job(base / wanted.spec.job, overrides)
-        found = [find_run(runs, run_id) for run_id in dict.fromkeys(run_ids)]
-        for run in found:
+        job = read_job(base / parsed_threshold.spec.job, overrides)
+        run_folders = [find_run(runs, run_id) for run_id in dict.fromkeys(run_ids)]
+        for run in run_folders:
             _warn_of_differences(job, run)
     else:
-        found = _run_all(wanted.spec, base, runs, overrides, new=new, progress=errors if print_json else console)
-    verdict = judge(wanted.spec, [curve_of(run, wanted.spec) for run in found])
-    place = runs / "verify" / f"{wanted.metadata.name}.json"
+        run_folders = _run_all(
+            parsed_threshold.spec, base, runs, overrides, new=new, progress=errors if print_json else console
+        )
+    verdict = judge(parsed_threshold.spec, [curve_of(run, parsed_threshold.spec) for run in run_folders])
+    place = runs / "verify" / f"{parsed_threshold.metadata.name}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     document = json.dumps({"passed": verdict.passed, **asdict(verdict)}, indent=2)
     write_atomic(place, document)
     if print_json:
         typer.echo(document)
     else:
-        _print(wanted, verdict)
+        _print(parsed_threshold, verdict)
         console.print(str(place), soft_wrap=True, markup=False, highlight=False)
     raise typer.Exit(0 if verdict.passed else EXIT_FAILED)
 
 
-def curve_of(run: RunDir, spec: ThresholdSpec) -> Curve:
+def curve_of(run: RunDir, spec: ThresholdSpec) -> EvaluationCurve:
     """The evaluations of a run, with the metric's values of each question in those that are compared.
 
     Raises:
@@ -81,11 +83,13 @@ def curve_of(run: RunDir, spec: ThresholdSpec) -> Curve:
         raise UserInputError(f"--run: {run.id} has not succeeded, so it has no plateau; see `kestrl status {run.id}`")
     summary = run.summary()
     evaluations = () if summary is None else summary.evaluations
-    return Curve(
+    return EvaluationCurve(
         run=run.id,
         seed=run.job().spec.data.seed,
         evaluations=evaluations,
-        values=_values(run, spec, {0, *(int(each["step"]) for each in evaluations[-spec.plateau.evaluations :])}),
+        values=_values(
+            run, spec, {0, *(int(evaluation["step"]) for evaluation in evaluations[-spec.plateau.evaluations :])}
+        ),
     )
 
 
@@ -116,18 +120,20 @@ def _run_all(
 
 def _job_of(spec: ThresholdSpec, base: Path, seed: int, overrides: Sequence[str]) -> AgentRLJob:
     job = read_job(base / spec.job, overrides)
-    named = f"metadata.name={json.dumps(f'{job.metadata.name}-seed-{seed}')}"
-    return read_job(base / spec.job, [*overrides, f"data.seed={seed}", named])
+    name_override = f"metadata.name={json.dumps(f'{job.metadata.name}-seed-{seed}')}"
+    return read_job(base / spec.job, [*overrides, f"data.seed={seed}", name_override])
 
 
 def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool, progress: Console) -> RunDir:
     """The finished run of a job: an earlier one of the same manifest, or one that is started or resumed now."""
-    earlier = runs_of(runs, job.metadata.name)
-    if earlier and not new and earlier[-1].succeeded() and earlier[-1].job().spec == job.spec:
-        progress.print(f"{earlier[-1].id} has finished: judging it; --new runs it again", markup=False, soft_wrap=True)
-        return earlier[-1]
+    earlier_runs = runs_of(runs, job.metadata.name)
+    if earlier_runs and not new and earlier_runs[-1].succeeded() and earlier_runs[-1].job().spec == job.spec:
+        progress.print(
+            f"{earlier_runs[-1].id} has finished: judging it; --new runs it again", markup=False, soft_wrap=True
+        )
+        return earlier_runs[-1]
     folder, resumed = open_run(runs, job, new=new)
-    options = Options(
+    options = RunOptions(
         manifest_dir=manifest_dir, cache_dir=runs.resolve() / ".data", active_deadline=job.spec.active_deadline
     )
     code = run_job(job, folder, options, progress, resumed=resumed)
@@ -143,7 +149,7 @@ def _warn_of_differences(job: AgentRLJob, run: RunDir) -> None:
         errors.print(f"warning: {run.id} differs from the threshold's job in {differing}", markup=False, soft_wrap=True)
 
 
-def _print(threshold: Threshold, verdict: Verdict) -> None:
+def _print(threshold: Threshold, verdict: ThresholdVerdict) -> None:
     spec = threshold.spec
     table = Table(title=f"{threshold.metadata.name}: {spec.metric}", title_justify="left")
     for name in ("seed", "run", "before", f"last {spec.plateau.evaluations} evaluations", "plateau", "fall", ""):

@@ -79,7 +79,7 @@ class Jobs:
 
     def _command(self, *arguments: str) -> Sequence[str]:
         options = {"namespace": self.namespace, "context": self.context}
-        return ["kubectl", *(f"--{name}={chosen}" for name, chosen in options.items() if chosen), *arguments]
+        return ["kubectl", *(f"--{name}={option}" for name, option in options.items() if option), *arguments]
 
 
 @contextmanager

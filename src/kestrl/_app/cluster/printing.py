@@ -19,11 +19,11 @@ ADAPTERS = "/adapters/"
 def status_lines(job: Mapping[str, Any]) -> Iterator[str]:
     """What a job is and did."""
     status = job.get("status", {})
-    shown = status.get("shown", {})
-    facts = "  ".join(f"{name} {shown[name]}" for name in FACTS if shown.get(name))
+    shown_fields = status.get("shown", {})
+    facts = "  ".join(f"{name} {shown_fields[name]}" for name in FACTS if shown_fields.get(name))
     yield safe_line(f"{job['metadata']['name']}  {facts or 'no operator has seen it yet'}")
-    if shown.get("reason"):
-        yield safe_line(f"reason: {shown['reason']}")
+    if shown_fields.get("reason"):
+        yield safe_line(f"reason: {shown_fields['reason']}")
     for condition in status.get("conditions", ()):
         columns = f"{condition['type']:20} {condition['status']:8} {condition['reason']:18}"
         yield safe_line(f"  {columns} {condition.get('message', '')}".rstrip())

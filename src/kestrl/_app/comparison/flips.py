@@ -70,11 +70,11 @@ def _by_question(groups: Sequence[Group]) -> dict[int, list[Group]]:
 
 
 def _text(group: Group) -> str:
-    return next((each["content"] for each in reversed(group.scenario.messages) if each["role"] == "user"), "")
+    return next((message["content"] for message in reversed(group.scenario.messages) if message["role"] == "user"), "")
 
 
 def _ids(groups: Sequence[Group]) -> tuple[str, ...]:
-    return tuple(each.id for group in groups for each in group.episodes if _scored(each))
+    return tuple(episode.id for group in groups for episode in group.episodes if _scored(episode))
 
 
 def _scored(episode: Episode) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from kestrl._app.episodes.places import EpisodePlace, find_place
 from kestrl._app.episodes.reading import Batch, batches, evaluated_groups
-from kestrl._app.local.comparison import Evaluation
+from kestrl._app.local.comparison import PolicyEvaluation
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.uncertainty import values_of
 from kestrl.episode import Group, PolicyVersion, Purpose
@@ -40,7 +40,7 @@ class EvaluationName:
 class StoredEvaluation:
     """A policy's evaluation, with the run whose job made it."""
 
-    evaluation: Evaluation
+    evaluation: PolicyEvaluation
     run: RunDir | None
     """None for an address."""
 
@@ -61,10 +61,10 @@ def read_evaluation(runs: Path, name: EvaluationName, *, first: bool = False) ->
     label = f"{_run_label(place, name)}@{batch.step}"
     groups, run = evaluated_groups(place.store, batch.step), place.run
     sampling = _sampling(run, groups)
-    evaluation = Evaluation(
+    evaluation = PolicyEvaluation(
         label=label,
         policy=_policy(groups),
-        means={name: fmean(each.values()) for name, each in values_of(groups, sampling.samples).items()},
+        means={name: fmean(by_question.values()) for name, by_question in values_of(groups, sampling.samples).items()},
         groups=groups,
         folder=place.store.uri if run is None else str(run.path),
         sampling=sampling,
@@ -73,7 +73,7 @@ def read_evaluation(runs: Path, name: EvaluationName, *, first: bool = False) ->
     return StoredEvaluation(evaluation, run)
 
 
-def check_same_questions(one: Evaluation, other: Evaluation) -> None:
+def check_same_questions(one: PolicyEvaluation, other: PolicyEvaluation) -> None:
     """Raises UserInputError where a question of one evaluation is another text in the other: they read different data,
     so that no question can be paired.
     """
@@ -113,7 +113,7 @@ def _run_label(place: EpisodePlace, name: EvaluationName) -> str:
 
 def _policy(groups: Sequence[Group]) -> str:
     """Names of the policies that sampled the episodes."""
-    return ", ".join(sorted({_version(each.policy) for group in groups for each in group.episodes}))
+    return ", ".join(sorted({_version(episode.policy) for group in groups for episode in group.episodes}))
 
 
 def _version(policy: PolicyVersion | None) -> str:
@@ -130,5 +130,5 @@ def _sampling(run: RunDir | None, groups: Sequence[Group]) -> EvaluationSampling
 
 
 def _failures(groups: Sequence[Group]) -> dict[str, int]:
-    failures = (each.failure for group in groups for each in group.episodes if each.failure is not None)
+    failures = (episode.failure for group in groups for episode in group.episodes if episode.failure is not None)
     return dict(Counter(f"{failure.boundary}/{failure.code}" for failure in failures))

@@ -13,7 +13,7 @@ from kestrl.errors import UserInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class EvaluationCurve:
     """Evaluations of a run."""
 
     run: str
@@ -47,7 +47,7 @@ class SeedVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ThresholdVerdict:
     """The result of all runs."""
 
     seeds: tuple[SeedVerdict, ...]
@@ -63,7 +63,7 @@ class Verdict:
         return not self.problems
 
 
-def judge(spec: ThresholdSpec, curves: Sequence[Curve]) -> Verdict:
+def judge(spec: ThresholdSpec, curves: Sequence[EvaluationCurve]) -> ThresholdVerdict:
     """The verdict on runs.
 
     Raises:
@@ -77,23 +77,23 @@ def judge(spec: ThresholdSpec, curves: Sequence[Curve]) -> Verdict:
     error = standard_error({seed.seed: seed.plateau for seed in seeds})
     if len(seeds) == 1:
         error = seeds[0].standard_error
-    return Verdict(seeds=seeds, mean=mean, standard_error=error, problems=tuple(problems))
+    return ThresholdVerdict(seeds=seeds, mean=mean, standard_error=error, problems=tuple(problems))
 
 
-def _judge_seed(spec: ThresholdSpec, curve: Curve) -> SeedVerdict:
-    trained = [each for each in curve.evaluations if each["step"] > 0]
-    wanted = spec.plateau.evaluations
-    if len(trained) < wanted:
+def _judge_seed(spec: ThresholdSpec, curve: EvaluationCurve) -> SeedVerdict:
+    trained = [evaluation for evaluation in curve.evaluations if evaluation["step"] > 0]
+    width = spec.plateau.evaluations
+    if len(trained) < width:
         raise UserInputError(
-            f"spec.plateau.evaluations: {curve.run} has {len(trained)} evaluations after a step, not {wanted}; lower "
+            f"spec.plateau.evaluations: {curve.run} has {len(trained)} evaluations after a step, not {width}; lower "
             "schedule.evalEvery of the job or this number"
         )
-    window = trained[-wanted:]
-    values = tuple(_value(each, spec.metric, curve.run) for each in window)
-    first = next((each for each in curve.evaluations if each["step"] == 0), None)
+    window = trained[-width:]
+    values = tuple(_value(evaluation, spec.metric, curve.run) for evaluation in window)
+    first = next((evaluation for evaluation in curve.evaluations if evaluation["step"] == 0), None)
     before = None if first is None else _value(first, spec.metric, curve.run)
-    by_question = _over_questions([curve.values.get(int(each["step"]), {}) for each in window])
-    plateau, fall = fmean(values), -_rise([float(each["step"]) for each in window], values)
+    by_question = _over_questions([curve.values.get(int(evaluation["step"]), {}) for evaluation in window])
+    plateau, fall = fmean(values), -_rise([float(evaluation["step"]) for evaluation in window], values)
     return SeedVerdict(
         run=curve.run,
         seed=curve.seed,
@@ -109,35 +109,35 @@ def _judge_seed(spec: ThresholdSpec, curve: Curve) -> SeedVerdict:
 
 def _over_questions(evaluations: Sequence[Values]) -> dict[int, float]:
     """Each question's mean over the evaluations that answered it."""
-    questions = sorted({question for each in evaluations for question in each})
-    return {question: fmean(each[question] for each in evaluations if question in each) for question in questions}
+    questions = sorted({question for values in evaluations for question in values})
+    return {question: fmean(values[question] for values in evaluations if question in values) for question in questions}
 
 
 def _problems(
     spec: ThresholdSpec, before: float | None, plateau: float, fall: float, window: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     if spec.plateau.max_fall is not None and fall > spec.plateau.max_fall:
-        found.append(f"{spec.metric} falls by {fall:.4f} over the plateau, more than {spec.plateau.max_fall:g}")
+        problems.append(f"{spec.metric} falls by {fall:.4f} over the plateau, more than {spec.plateau.max_fall:g}")
     if spec.min_rise is not None and (before is None or plateau - before < spec.min_rise):
-        begun = "was not evaluated before training" if before is None else f"rose by {plateau - before:.4f}"
-        found.append(f"{spec.metric} {begun}, and must rise by {spec.min_rise:g}")
-    for each in window:
-        share = each.get("exceptions", 0.0) / max(1.0, each.get("episodes", 1.0))
+        change = "was not evaluated before training" if before is None else f"rose by {plateau - before:.4f}"
+        problems.append(f"{spec.metric} {change}, and must rise by {spec.min_rise:g}")
+    for evaluation in window:
+        share = evaluation.get("exceptions", 0.0) / max(1.0, evaluation.get("episodes", 1.0))
         if share > spec.max_failed:
-            found.append(
-                f"step {each['step']:.0f}: {share:.1%} of the episodes failed, more than {spec.max_failed:.1%}"
+            problems.append(
+                f"step {evaluation['step']:.0f}: {share:.1%} of the episodes failed, more than {spec.max_failed:.1%}"
             )
-    return found
+    return problems
 
 
 def _value(means: Mapping[str, Any], metric: str, run: str) -> float:
     value = means.get(metric)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    known = ", ".join(sorted(name for name in means if name != "step"))
+    metric_names = ", ".join(sorted(name for name in means if name != "step"))
     raise UserInputError(
-        f"spec.metric: {run} has no {metric!r} in its evaluation of step {means['step']} (there are: {known})"
+        f"spec.metric: {run} has no {metric!r} in its evaluation of step {means['step']} (there are: {metric_names})"
     )
 
 

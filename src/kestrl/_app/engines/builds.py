@@ -84,26 +84,28 @@ def wanted_engine(text: str, device: str) -> Wanted:
         UserInputError: It names no engine that can be installed for the device.
     """
     engine, equals, version = text.strip().partition("==")
-    known = ", ".join(f"{name} or {name}=={DEFAULTS[name, DEVICES[0]]}" for name in ENGINES)
+    choices = ", ".join(f"{name} or {name}=={DEFAULTS[name, DEVICES[0]]}" for name in ENGINES)
     if engine not in ENGINES:
-        raise UserInputError(f"ENGINE: {text[:LONGEST]!r} cannot be installed; write {known}")
+        raise UserInputError(f"ENGINE: {text[:LONGEST]!r} cannot be installed; write {choices}")
     if device not in DEVICES:
         raise UserInputError(
             f"--device: {engine} for {device[:LONGEST]!r} cannot be installed; use {' or '.join(DEVICES)}, or name an "
             "interpreter that has it (kestrl run --engine-python)"
         )
     if equals and not re.fullmatch(VERSION, version):
-        raise UserInputError(f"ENGINE: {version[:LONGEST]!r} is no version of {engine}; write {known}")
+        raise UserInputError(f"ENGINE: {version[:LONGEST]!r} is no version of {engine}; write {choices}")
     return Wanted(engine=engine, version=version if equals else None, device=device)
 
 
-def locked_version(wanted: Wanted) -> str | None:
+def locked_version(request: Wanted) -> str | None:
     """Newest version with a lock that is the wanted one; the default one where none is named."""
     if platform.machine() != MACHINE:
         return None
-    build = (wanted.engine, wanted.device)
-    version = wanted.version or DEFAULTS[build]
-    return next((each for each in reversed(LOCKED.get(build, ())) if is_version(each, version)), None)
+    build = (request.engine, request.device)
+    version = request.version or DEFAULTS[build]
+    return next(
+        (version_text for version_text in reversed(LOCKED.get(build, ())) if is_version(version_text, version)), None
+    )
 
 
 def lock_name(engine: str, version: str, device: str) -> str:
@@ -116,7 +118,7 @@ def lock_text(engine: str, version: str, device: str) -> str:
     return (files(kestrl._app.engines) / "locks" / lock_name(engine, version, device)).read_text(encoding="utf-8")
 
 
-def requirement(wanted: Wanted) -> str:
+def requirement(request: Wanted) -> str:
     """Requirement of the registry; the first numbers of a release stand for its newest."""
-    version = wanted.version or DEFAULTS[wanted.engine, wanted.device]
-    return f"{wanted.package}=={version}" + ("" if version.count(".") >= 2 else ".*")
+    version = request.version or DEFAULTS[request.engine, request.device]
+    return f"{request.package}=={version}" + ("" if version.count(".") >= 2 else ".*")

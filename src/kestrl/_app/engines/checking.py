@@ -16,7 +16,7 @@ from kestrl._app.engines.store import VERIFIED, Installed
 from kestrl._app.interpreters.places import in_use
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import parse_job
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode import BASE_MODEL_NAME
@@ -124,8 +124,8 @@ def _component(engine: Installed, model: str, work: Path, port: int, slots: int)
         }
     )
 
-    def endpoint(_role: Role, _index: int) -> Endpoint:
-        return Endpoint(bind=LOOPBACK, host=LOOPBACK, port=port)
+    def endpoint(_role: Role, _index: int) -> ReplicaEndpoint:
+        return ReplicaEndpoint(bind=LOOPBACK, host=LOOPBACK, port=port)
 
     site = Site(
         run="engine-check",

@@ -30,37 +30,37 @@ BYTES = 8 * 2**30
 """Free space below which an installation is refused: what the largest build needs, with its downloads."""
 
 
-def install(folder: Path, wanted: Wanted, say: Say, *, free: int = BYTES) -> Installed:
+def install(folder: Path, request: Wanted, say: Say, *, free: int = BYTES) -> Installed:
     """The wanted engine, installed if it is not there. Installs into a temporary folder that gets its name at the end.
 
     Args:
         folder: Folder of installed engines.
-        wanted: The engine.
+        request: The engine.
         say: Shows progress.
         free: Bytes that must be free.
 
     Raises:
         UserInputError: It cannot be resolved or installed.
     """
-    version = locked_version(wanted)
-    there = fitting(folder, wanted.engine, version or wanted.version, wanted.device)
-    if there is not None and (version or wanted.version):
-        return there
+    version = locked_version(request)
+    installed = fitting(folder, request.engine, version or request.version, request.device)
+    if installed is not None and (version or request.version):
+        return installed
     _require_space(folder, free)
     tested = version is not None
     if version is not None:
-        lock = lock_text(wanted.engine, version, wanted.device)
+        lock = lock_text(request.engine, version, request.device)
     else:
-        say(f"{wanted} has no lock that ships with kestrl: resolving it")
-        version, lock = resolve(wanted, sys.executable)
-    record = Record(engine=wanted.engine, version=version, device=wanted.device, locked=tested)
-    name = name_of(wanted.engine, version, wanted.device)
+        say(f"{request} has no lock that ships with kestrl: resolving it")
+        version, lock = resolve(request, sys.executable)
+    record = Record(engine=request.engine, version=version, device=request.device, locked=tested)
+    name = name_of(request.engine, version, request.device)
     with locked(folder, name, lambda: say(f"waiting for another process that installs or removes {name}")) as handle:
         path = folder / name
         if (path / RECORD).exists():
             return read_installed(path)
         remove_unfinished(folder, name)
-        say(f"installing {wanted.engine} {version} for {wanted.device} in {path}")
+        say(f"installing {request.engine} {version} for {request.device} in {path}")
         make_environment(
             path,
             python=sys.executable,
@@ -73,37 +73,37 @@ def install(folder: Path, wanted: Wanted, say: Say, *, free: int = BYTES) -> Ins
         return read_installed(path)
 
 
-def _require_space(folder: Path, least: int) -> None:
+def _require_space(folder: Path, need: int) -> None:
     if not folder.is_absolute():
         raise UserInputError(f"--engines: {folder} is relative, as there is no home folder; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < least:
+    if free < need:
         raise UserInputError(
-            f"--engines: {folder} has {free / 2**30:.1f} GiB free, and an engine needs up to {least / 2**30:.0f} GiB; "
+            f"--engines: {folder} has {free / 2**30:.1f} GiB free, and an engine needs up to {need / 2**30:.0f} GiB; "
             "free some, or name another folder"
         )
 
 
-def find_installed(folder: Path, wanted: Wanted) -> Installed:
+def find_installed(folder: Path, request: Wanted) -> Installed:
     """The one installed engine that is named.
 
     Raises:
         UserInputError: There is none, or several.
     """
-    build = (wanted.engine, wanted.device)
-    named = [
-        each
-        for each in installed_engines(folder)
-        if (each.record.engine, each.record.device) == build
-        and (wanted.version is None or is_version(each.record.version, wanted.version))
+    build = (request.engine, request.device)
+    matches = [
+        engine
+        for engine in installed_engines(folder)
+        if (engine.record.engine, engine.record.device) == build
+        and (request.version is None or is_version(engine.record.version, request.version))
     ]
-    if not named:
-        there = ", ".join(map(str, installed_engines(folder))) or "none"
-        raise UserInputError(f"ENGINE: {wanted} is not installed in {folder} (there are: {there})")
-    if len(named) > 1:
-        raise UserInputError(f"ENGINE: several are installed, name one: {', '.join(map(str, named))}")
-    return named[0]
+    if not matches:
+        listing = ", ".join(map(str, installed_engines(folder))) or "none"
+        raise UserInputError(f"ENGINE: {request} is not installed in {folder} (there are: {listing})")
+    if len(matches) > 1:
+        raise UserInputError(f"ENGINE: several are installed, name one: {', '.join(map(str, matches))}")
+    return matches[0]
 
 
 def remove(folder: Path, engine: Installed) -> None:
@@ -118,9 +118,9 @@ def remove(folder: Path, engine: Installed) -> None:
             if using:
                 pids = ", ".join(map(str, using))
                 raise UserInputError(f"ENGINE: {engine} is used by process {pids}; stop it first")
-            gone = folder / f".making-{engine.path.name}-removed-{os.getpid()}"
-            engine.path.rename(gone)
-            shutil.rmtree(gone)
+            removed = folder / f".making-{engine.path.name}-removed-{os.getpid()}"
+            engine.path.rename(removed)
+            shutil.rmtree(removed)
     except BlockingIOError as error:
         raise UserInputError(f"ENGINE: {engine} is being installed, or a run uses it; stop it first") from error
 

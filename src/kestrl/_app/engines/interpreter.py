@@ -43,7 +43,7 @@ ASK = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBuild:
+class InterpreterBuild:
     """An engine in an interpreter."""
 
     python: str
@@ -73,9 +73,9 @@ def engine_python(inference: Inference, base: Path) -> str | None:
     """Absolute path of the interpreter of a manifest, or of the installed engine that fits it; None for our own. Links
     are kept, since they tell an environment's from the one that it was made with.
     """
-    named = inference.python
-    if named is not None:
-        return os.path.abspath(base / Path(named).expanduser())  # noqa: PTH100 - keeps links
+    python = inference.python
+    if python is not None:
+        return os.path.abspath(base / Path(python).expanduser())  # noqa: PTH100 - keeps links
     fit = _fit(inference)
     return None if fit is None else str(fit.python)
 
@@ -84,7 +84,7 @@ def _fit(inference: Inference) -> Installed | None:
     return fitting(engines_folder(), inference.engine, inference.version, inference.accelerator.profile)
 
 
-def engine_build(inference: Inference, base: Path) -> EngineBuild:
+def engine_build(inference: Inference, base: Path) -> InterpreterBuild:
     """The engine of a job on this machine.
 
     Raises:
@@ -96,7 +96,7 @@ def engine_build(inference: Inference, base: Path) -> EngineBuild:
     return build
 
 
-def installed_engine(inference: Inference, base: Path) -> EngineBuild:
+def installed_engine(inference: Inference, base: Path) -> InterpreterBuild:
     """The engine of the interpreter that a manifest names, else the installed one that fits it, else our own
     interpreter's.
 
@@ -124,7 +124,7 @@ def installed_engine(inference: Inference, base: Path) -> EngineBuild:
     doubts = [described["doubt"]]
     if fit is not None and not fit.verified:
         doubts.append(f"{fit} was not tried with kestrl; run: kestrl engine check {fit}")
-    return EngineBuild(python=python, distributions=installed, doubt="; ".join(filter(None, doubts)))
+    return InterpreterBuild(python=python, distributions=installed, doubt="; ".join(filter(None, doubts)))
 
 
 def _installation(inference: Inference) -> str:
@@ -132,21 +132,21 @@ def _installation(inference: Inference) -> str:
     device = inference.accelerator.profile
     if (inference.engine, device) not in PACKAGES:
         return f"name an interpreter with {inference.engine} for {device} (inference.python, --engine-python)"
-    wanted = Wanted(engine=inference.engine, version=inference.version, device=device)
-    return f"run: kestrl engine install {wanted}"
+    request = Wanted(engine=inference.engine, version=inference.version, device=device)
+    return f"run: kestrl engine install {request}"
 
 
-def misfit(build: EngineBuild, inference: Inference) -> str:
+def misfit(build: InterpreterBuild, inference: Inference) -> str:
     """Why an engine does not serve a job; empty if it does."""
-    wanted, profile = inference.version, inference.accelerator.profile
-    named = inference.python is not None
-    if wanted is not None and not is_version(build.version, wanted):
-        other = "name an interpreter with it (inference.python, --engine-python)"
-        change = other if named else _installation(inference)
-        return f"{VERSION_FIELD}: {wanted} is asked for, and {build.python} has {build}; {change}, or change the field"
+    version, profile = inference.version, inference.accelerator.profile
+    names_interpreter = inference.python is not None
+    if version is not None and not is_version(build.version, version):
+        other_interpreter = "name an interpreter with it (inference.python, --engine-python)"
+        change = other_interpreter if names_interpreter else _installation(inference)
+        return f"{VERSION_FIELD}: {version} is asked for, and {build.python} has {build}; {change}, or change the field"
     if build.name not in EVERY_DEVICE and (profile == "cpu") != build.cpu:
         built = "built for CPUs" if build.cpu else "not built for CPUs"
-        change = f"name one with a build for profile {profile}" if named else _installation(inference)
+        change = f"name one with a build for profile {profile}" if names_interpreter else _installation(inference)
         return f"{FIELD}: {build.python} has {build}, which is {built}; {change}"
     if profile.startswith("ascend") and ASCEND_BUILD not in build.distributions:
         if inference.engine != "vllm":
@@ -169,7 +169,7 @@ def _description(python: str, engine: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kestrl-engine-") as folder:
         write_engine_folder(Path(folder) / ENGINE_FOLDER)
         try:
-            ended = subprocess.run(  # noqa: S603 - the user's own interpreter
+            process = subprocess.run(  # noqa: S603 - the user's own interpreter
                 [python, "-c", ASK, str(Path(folder) / ENGINE_FOLDER), engine],
                 cwd=folder,
                 env=engine_environment(os.environ, python),
@@ -186,10 +186,12 @@ def _description(python: str, engine: str) -> dict[str, Any]:
             reason = error.strerror or error
             raise UserInputError(f"{FIELD}: {python} cannot be started: {reason}; name an interpreter") from error
     try:
-        answer = json.loads(ended.stdout.rpartition(MARK)[2])
+        answer = json.loads(process.stdout.rpartition(MARK)[2])
         return {"distributions": dict(answer["distributions"]), "doubt": str(answer["doubt"])}
     except (ValueError, TypeError, KeyError) as error:
-        lines = (ended.stderr or ended.stdout).strip().splitlines() or [f"it ended with status {ended.returncode}"]
+        lines = (process.stderr or process.stdout).strip().splitlines() or [
+            f"it ended with status {process.returncode}"
+        ]
         raise UserInputError(
             f"{FIELD}: {python} is no interpreter with an engine: {lines[-1][:LONGEST_OUTPUT]}; name one that has it"
         ) from error

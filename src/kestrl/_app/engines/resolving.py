@@ -57,7 +57,9 @@ def flat_lock(resolved: Mapping[str, Any], machine: str) -> str:
         marker = marker.removeprefix(OLDEST)
         # Those of the platform hold for every line.
         condition = f" ; {marker}" if PYTHON_MARKER in marker else ""
-        lines.append(" \\\n    ".join([f"{name}=={version}{condition}", *(f"--hash=sha256:{each}" for each in hashes)]))
+        lines.append(
+            " \\\n    ".join([f"{name}=={version}{condition}", *(f"--hash=sha256:{hash_text}" for hash_text in hashes)])
+        )
     return "\n".join([*lines, ""])
 
 
@@ -69,8 +71,8 @@ def _hashes(package: Mapping[str, Any], machine: str) -> Iterator[str]:
 
 
 def _file_name(wheel: Mapping[str, Any]) -> str:
-    named = wheel.get("name") or wheel.get("path") or wheel.get("url", "")
-    return str(named).rpartition("/")[2]
+    location = wheel.get("name") or wheel.get("path") or wheel.get("url", "")
+    return str(location).rpartition("/")[2]
 
 
 def _serves(wheel: str, machine: str) -> bool:
@@ -79,35 +81,35 @@ def _serves(wheel: str, machine: str) -> bool:
     return (tags == "any" or linux) and PYTHONS.search(wheel) is not None
 
 
-def resolve(wanted: Wanted, python: str, options: Sequence[str] = ()) -> tuple[str, str]:
+def resolve(request: Wanted, python: str, options: Sequence[str] = ()) -> tuple[str, str]:
     """Version and lock of an engine, from the registry.
 
     Args:
-        wanted: The engine.
+        request: The engine.
         python: Interpreter or version of Python that it is for.
         options: Further ones of `uv pip compile`.
 
     Raises:
         UserInputError: There is no such version, or uv cannot resolve it.
     """
-    purpose = f"{wanted} cannot be resolved"
+    purpose = f"{request} cannot be resolved"
     with tempfile.TemporaryDirectory(prefix="kestrl-engine-") as scratch:
         folder = Path(scratch)
-        packages, needed = folder / "packages", requirement(wanted)
+        packages, needed = folder / "packages", requirement(request)
         fetch = ("pip", "install", "--no-deps", "--python", python, "--target", packages, needed)
         run_uv(*fetch, folder=folder, purpose=purpose)
-        pattern = f"{wanted.package.replace('-', '_')}-*.dist-info/METADATA"
+        pattern = f"{request.package.replace('-', '_')}-*.dist-info/METADATA"
         metadata = next(packages.glob(pattern)).read_text(encoding="utf-8")
         version = NUMBER.search(metadata)
         assert version is not None  # of every distribution
         machine = platform.machine()
         settings = {
             "environments": [f"sys_platform == 'linux' and platform_machine == '{machine}'"],
-            "override-dependencies": overrides((wanted.engine, wanted.device), metadata),
+            "override-dependencies": overrides((request.engine, request.device), metadata),
         }
         lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]  # also TOML
         (folder / "pyproject.toml").write_text("\n".join(["[tool.uv]", *lines, ""]), encoding="utf-8")
-        needs = (f"{wanted.package}=={version[1]}", *ADDED.get((wanted.engine, wanted.device), ()))
+        needs = (f"{request.package}=={version[1]}", *ADDED.get((request.engine, request.device), ()))
         (folder / "requirements.in").write_text("\n".join([*needs, ""]), encoding="utf-8")
         compiled = ("pip", "compile", "requirements.in", "--format", "pylock.toml", "-o", "pylock.toml")
         run_uv(*compiled, "--python", python, *options, folder=folder, purpose=purpose)

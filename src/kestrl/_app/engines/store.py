@@ -91,12 +91,12 @@ def read_installed(path: Path) -> Installed:
 def fitting(folder: Path, engine: str, version: str | None, device: str) -> Installed | None:
     """The installed engine that serves: verified ones first, then the newest."""
     serving = [
-        each
-        for each in installed_engines(folder)
-        if (each.record.engine, each.record.device) == (engine, device)
-        and (version is None or is_version(each.record.version, version))
+        installed
+        for installed in installed_engines(folder)
+        if (installed.record.engine, installed.record.device) == (engine, device)
+        and (version is None or is_version(installed.record.version, version))
     ]
-    return max(serving, key=lambda each: (each.verified, _numbers(each.record.version)), default=None)
+    return max(serving, key=lambda installed: (installed.verified, _numbers(installed.record.version)), default=None)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

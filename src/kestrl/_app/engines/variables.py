@@ -21,12 +21,12 @@ def engine_environment(inherited: Mapping[str, str], python: str | None) -> dict
     """What an engine inherits: neither another interpreter's variables nor settings of engines; programs of its own
     environment come first on its PATH, and its folder for temporary files is short enough for its sockets.
     """
-    kept = {key: value for key, value in without_python(inherited).items() if not key.startswith(ENGINE_PREFIXES)}
-    if _too_long(kept):
-        kept["TMPDIR"] = SHORT_FOLDER
+    variables = {key: value for key, value in without_python(inherited).items() if not key.startswith(ENGINE_PREFIXES)}
+    if _too_long(variables):
+        variables["TMPDIR"] = SHORT_FOLDER
     if python is not None:
-        kept["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), kept.get("PATH"))))
-    return kept
+        variables["PATH"] = os.pathsep.join(filter(None, (str(Path(python).parent), variables.get("PATH"))))
+    return variables
 
 
 def unused_variables() -> str:

@@ -16,8 +16,8 @@ LONGEST = 300
 
 def best_sibling(episode: Episode, episodes: Sequence[Episode]) -> Episode | None:
     """The other episode of a group with the largest reward; None if none has one."""
-    scored = [each for each in episodes if each.id != episode.id and each.reward is not None]
-    return max(scored, key=lambda each: each.reward or 0.0, default=None)
+    scored = [sibling for sibling in episodes if sibling.id != episode.id and sibling.reward is not None]
+    return max(scored, key=lambda sibling: sibling.reward or 0.0, default=None)
 
 
 def first_difference(one: Episode, other: Episode) -> int | None:
@@ -48,7 +48,7 @@ def difference(one: Episode, other: Episode) -> Iterator[str]:
 
 def difference_json(one: Episode, other: Episode) -> dict[str, Any]:
     """Two episodes for programs: facts, whole messages, and the number of the first that differs."""
-    sides = [{"facts": _facts(side), "messages": [dict(each) for each in side.messages]} for side in (one, other)]
+    sides = [{"facts": _facts(side), "messages": [dict(message) for message in side.messages]} for side in (one, other)]
     return {"episodes": sides, "first_difference": first_difference(one, other)}
 
 

@@ -32,6 +32,6 @@ def verdict_line(episode: Episode) -> str:
     """The verdict of an episode in one line."""
     verdict = verdict_of(episode, None)
     reward = "no reward" if verdict.reward is None else f"reward {verdict.reward:.3f}"
-    why = f"{verdict.code}, {verdict.message}" if verdict.code else verdict.stop
+    reason = f"{verdict.code}, {verdict.message}" if verdict.code else verdict.stop
     turn = "" if verdict.turn is None else f" (turn {verdict.turn + 1}: {verdict.cause})"
-    return f"{episode.id}: {reward}, {why}{turn}"
+    return f"{episode.id}: {reward}, {reason}{turn}"

@@ -46,8 +46,8 @@ def episode_lines(stored: StoredEpisode) -> Iterator[str]:
     )
     policy = episode.policy.name if episode.policy else "base"
     yield safe_line(f"policy {policy}  seed {episode.seed}  trace {episode.trace_id or '-'}")
-    why = f": {stored.stored.reason}" if stored.stored.reason else ""
-    yield safe_line(f"step {stored.step}  group {stored.stored.outcome}, attempt {stored.stored.attempt}{why}")
+    reason = f": {stored.stored.reason}" if stored.stored.reason else ""
+    yield safe_line(f"step {stored.step}  group {stored.stored.outcome}, attempt {stored.stored.attempt}{reason}")
     yield safe(f"ground truth: {json.dumps(group.scenario.ground_truth, ensure_ascii=False)}")
     yield from transcript(episode)
     for call in episode.tool_calls:
@@ -72,8 +72,10 @@ def judge_lines(group: Group) -> Iterator[str]:
         if "skipped" in details:
             yield safe_line(f"{name}: not asked, {details['skipped']}")
         for call in details.get("calls", ()):
-            shown = ", ".join(f"{one} is {'/'.join(ids)}" for one, ids in zip(call["ids"], call["order"], strict=True))
-            yield safe_line(f"{name}: {call['model']}, order by seed {call['seed']}: {shown}")
+            order = ", ".join(
+                f"{label} is {'/'.join(ids)}" for label, ids in zip(call["ids"], call["order"], strict=True)
+            )
+            yield safe_line(f"{name}: {call['model']}, order by seed {call['seed']}: {order}")
             for message in call["messages"]:
                 yield safe(f"{message['role']}: {message['content']}")
             yield safe(f"reply: {call.get('content', '')}" if "error" not in call else f"no scores: {call['error']}")

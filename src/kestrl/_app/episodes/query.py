@@ -21,7 +21,7 @@ CONFIGURATION = {
 """Settings of the database: a condition reads no file, no network and no variable of this program."""
 
 
-class Condition:
+class EpisodeCondition:
     """A condition of `--where`.
 
     Args:
@@ -62,8 +62,8 @@ class Condition:
             raise self._refused(error) from error
 
     def _refused(self, error: Exception) -> UserInputError:
-        why = str(error).partition("\n\nLINE")[0].replace("\n", " ")
-        return UserInputError(f"--where: {self._text!r}: {why}; the columns are in the documentation of episodes")
+        reason = str(error).partition("\n\nLINE")[0].replace("\n", " ")
+        return UserInputError(f"--where: {self._text!r}: {reason}; the columns are in the documentation of episodes")
 
 
 def _duckdb() -> Any:

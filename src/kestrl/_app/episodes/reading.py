@@ -19,14 +19,14 @@ class Batch(NamedTuple):
     step: int
 
 
-def stored_episodes(store: ObjectStore, chosen: EpisodeFilter) -> Iterator[StoredEpisode]:
+def stored_episodes(store: ObjectStore, episode_filter: EpisodeFilter) -> Iterator[StoredEpisode]:
     """The selected episodes of a run.
 
     Raises:
         UserInputError: A stored object is damaged: a person restores it, like any damaged file of a run.
     """
     try:
-        yield from ObjectEpisodeStore(store).select(chosen)
+        yield from ObjectEpisodeStore(store).select(episode_filter)
     except StorageError as error:
         raise UserInputError(str(error)) if error.code == DAMAGED else error from error
 
@@ -42,7 +42,7 @@ def stored_group(store: ObjectStore, batch: Batch, place: int) -> StoredGroup | 
 def evaluated_groups(store: ObjectStore, step: int | None = None) -> Sequence[Group]:
     """The groups of a run's evaluations, or of one. Raises as `stored_episodes` does."""
     stored = stored_episodes(store, EpisodeFilter(purpose=Purpose.EVALUATION, step=step))
-    return list({each.group.id: each.group for each in stored}.values())
+    return list({stored_group.group.id: stored_group.group for stored_group in stored}.values())
 
 
 def batches(store: ObjectStore, purpose: Purpose | None, step: int | None) -> Sequence[Batch]:
@@ -51,7 +51,7 @@ def batches(store: ObjectStore, purpose: Purpose | None, step: int | None) -> Se
     for kind in (Purpose.TRAIN, Purpose.EVALUATION) if purpose is None else (purpose,):
         steps = episodes.steps(kind)
         if steps:
-            return [Batch(kind, each) for each in steps if step in {None, each}]
+            return [Batch(kind, number) for number in steps if step in {None, number}]
     return ()
 
 

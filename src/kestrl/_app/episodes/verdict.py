@@ -47,7 +47,7 @@ class RewardPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class EpisodeVerdict:
     """Why an episode earned what it earned."""
 
     reward: float | None
@@ -64,7 +64,7 @@ class Verdict:
     """Why this turn."""
 
 
-def verdict_of(episode: Episode, differs: int | None) -> Verdict:
+def verdict_of(episode: Episode, differs: int | None) -> EpisodeVerdict:
     """The verdict of an episode.
 
     Args:
@@ -73,7 +73,7 @@ def verdict_of(episode: Episode, differs: int | None) -> Verdict:
     """
     failure = episode.failure
     turn, cause = _turn(episode, differs)
-    return Verdict(
+    return EpisodeVerdict(
         reward=episode.reward,
         parts=[RewardPart(name, episode.rewards[name], episode.reward_weights.get(name)) for name in episode.rewards],
         failure="" if failure is None else f"{BOUNDARIES[failure.boundary]}: {failure.code.replace('_', ' ')}",

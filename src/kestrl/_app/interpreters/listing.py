@@ -22,7 +22,7 @@ MARK = "error: "
 
 def listed_rows(
     python: str,
-    wanted: Mapping[str, Any],
+    request: Mapping[str, Any],
     *,
     field: str,
     python_path: Sequence[Path] = (),
@@ -32,7 +32,7 @@ def listed_rows(
 
     Args:
         python: The interpreter.
-        wanted: The request.
+        request: The request.
         field: What the request is named, for messages.
         python_path: Folders with the user's code.
         variables: Environment variables beside `KEPT_VARIABLES`.
@@ -48,7 +48,7 @@ def listed_rows(
         paths = os.pathsep.join(map(str, (sources, *python_path)))
         status, errors = _ended(
             [python, "-m", MODULE, "--out", str(out)],
-            json.dumps(wanted),
+            json.dumps(request),
             {**kept_variables(), **(variables or {}), "PYTHONPATH": paths},
             folder,
             field,
@@ -67,9 +67,9 @@ def _ended(
     Raises:
         UserInputError: It did not end within `SECONDS`.
     """
-    wanted, log = folder / "wanted.json", folder / "errors"
-    wanted.write_text(text, encoding="utf-8")
-    with wanted.open("rb") as stdin, log.open("wb") as errors:
+    request_file, log = folder / "wanted.json", folder / "errors"
+    request_file.write_text(text, encoding="utf-8")
+    with request_file.open("rb") as stdin, log.open("wb") as errors:
         program = GuardedProcess.start(
             command, variables=variables, stdin=stdin, stdout=subprocess.DEVNULL, stderr=errors, folder=folder
         )

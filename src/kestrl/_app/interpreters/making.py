@@ -46,8 +46,8 @@ def make_environment(
         (environment / REQUIREMENTS).write_text(requirements, encoding="utf-8")
         install = ("pip", "install", "--python", environment / "bin" / "python", "--compile-bytecode")
         options = ("--no-deps", "--require-hashes") if exact else ()
-        listed = ("--requirements", environment / REQUIREMENTS)
-        run_uv(*install, *options, *listed, folder=unfinished, purpose=purpose, keep_open=(handle,))
+        requirement_options = ("--requirements", environment / REQUIREMENTS)
+        run_uv(*install, *options, *requirement_options, folder=unfinished, purpose=purpose, keep_open=(handle,))
         (environment / record[0]).write_text(record[1], encoding="utf-8")
         try:
             environment.rename(path)

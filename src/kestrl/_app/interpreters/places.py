@@ -34,8 +34,8 @@ def data_folder(name: str, variable: str, environment: Mapping[str, str] = os.en
         variable: Environment variable with another folder.
         environment: The environment variables.
     """
-    if named := environment.get(variable):
-        return Path(os.path.abspath(os.path.expanduser(named)))  # noqa: PTH100, PTH111 - there may be no home
+    if folder := environment.get(variable):
+        return Path(os.path.abspath(os.path.expanduser(folder)))  # noqa: PTH100, PTH111 - there may be no home
     data = environment.get("XDG_DATA_HOME", "")
     if not Path(data).is_absolute():
         data = os.path.expanduser("~/.local/share")  # noqa: PTH111

@@ -66,7 +66,7 @@ def environment_python(
             make_environment(
                 path,
                 python=python or sys.executable,
-                requirements="".join(f"{each}\n" for each in requirements),
+                requirements="".join(f"{requirement}\n" for requirement in requirements),
                 exact=False,
                 record=(RECORD, record),
                 purpose=f"{field}: {shortened} cannot be installed",
@@ -83,6 +83,6 @@ def _record(requirements: Sequence[str], python: str | None) -> str:
 
 
 def _shown(requirements: Sequence[str]) -> str:
-    named = ", ".join(requirements[:SHOWN]) or "Python without packages"
-    more = len(requirements) - SHOWN
-    return named if more <= 0 else f"{named} and {more} more"
+    names = ", ".join(requirements[:SHOWN]) or "Python without packages"
+    unlisted = len(requirements) - SHOWN
+    return names if unlisted <= 0 else f"{names} and {unlisted} more"

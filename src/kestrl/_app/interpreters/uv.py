@@ -45,7 +45,7 @@ def run_uv(*arguments: str | Path, folder: Path, purpose: str, keep_open: Sequen
     Raises:
         UserInputError: It failed; the message has the end of its output.
     """
-    ended = subprocess.run(  # noqa: S603 - found above
+    process = subprocess.run(  # noqa: S603 - found above
         [uv_program(), *map(str, arguments)],
         cwd=folder,
         env=without_python(os.environ),
@@ -56,7 +56,7 @@ def run_uv(*arguments: str | Path, folder: Path, purpose: str, keep_open: Sequen
         check=False,
         pass_fds=keep_open,
     )
-    if ended.returncode != 0:
-        lines = [" ".join(line.split()) for line in ended.stderr.splitlines() if line.strip()]
-        reason = "; ".join(line[:LONGEST_LINE] for line in lines[-LAST_LINES:]) or f"uv ended with {ended.returncode}"
+    if process.returncode != 0:
+        lines = [" ".join(line.split()) for line in process.stderr.splitlines() if line.strip()]
+        reason = "; ".join(line[:LONGEST_LINE] for line in lines[-LAST_LINES:]) or f"uv ended with {process.returncode}"
         raise UserInputError(f"{purpose}: {reason}")

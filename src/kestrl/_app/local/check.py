@@ -21,7 +21,7 @@ from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import engine_warnings, interpreter_of, local_path, planned_settings
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
 from kestrl._shared.plan.components import Role
-from kestrl._shared.plan.settings.common import DataSettings, Model
+from kestrl._shared.plan.settings.common import DataSettings, SettingsModel
 from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
@@ -89,36 +89,36 @@ class _Check:
         self._agent_python: str | None = None
 
     def run(self, *, data: bool, model: bool) -> Findings:
-        found = self._found
+        findings = self._found
         folder = self._try(self._model) if model else None
         spec = self._job.spec
-        found.problems += Secrets(self._job, self._base).problems()
+        findings.problems += Secrets(self._job, self._base).problems()
         template = self._try(self._template)
         self._agent_python = self._try(lambda: agent_python(spec.agent))
         files = self._files() if data else {}
-        rows = {name: read for name, file in files.items() if (read := self._try(partial(_read, file)))}
-        found.rows = {name: len(read) for name, read in rows.items()}
+        rows = {name: data_rows for name, file in files.items() if (data_rows := self._try(partial(_read, file)))}
+        findings.rows = {name: len(data_rows) for name, data_rows in rows.items()}
         settings = self._settings(folder or "", template)
         with ThreadPoolExecutor(max_workers=2) as threads:
-            asked = threads.submit(self._tools, settings[Role.TOOLS], {name: files[name] for name in rows}, rows)
-            judged = threads.submit(self._rewards, settings[Role.JUDGE], {name: files[name] for name in rows})
-            tools, judge = asked.result(), judged.result()
+            tools_future = threads.submit(self._tools, settings[Role.TOOLS], {name: files[name] for name in rows}, rows)
+            judge_future = threads.submit(self._rewards, settings[Role.JUDGE], {name: files[name] for name in rows})
+            tools, judge = tools_future.result(), judge_future.result()
         self._take(judge)
         self._take(tools)
-        found.problems = list(dict.fromkeys(found.problems))  # a missing secret of a tool is found twice
-        found.problems += tools.facts.get("problems", ())
+        findings.problems = list(dict.fromkeys(findings.problems))  # a missing secret of a tool is found twice
+        findings.problems += tools.facts.get("problems", ())
         self._environment_rewards(tools)
         self._misfits(tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
         servers = {tool.label for tool in spec.tools if tool.use is None}
         for tool in (tool for tool in offered if tool["environment"] in servers):
-            found.servers.setdefault(str(tool["environment"]), []).append(str(tool["name"]))
+            findings.servers.setdefault(str(tool["environment"]), []).append(str(tool["name"]))
         names = [str(tool["name"]) for tool in offered]
         names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
-        for read in rows.values():
+        for data_rows in rows.values():
             if not (tools.problems or tools.missing or tools.facts.get("away")):
-                found.problems += _few(_unknown_tools(read, names))
-            found.problems += _few(_without_ground_truth(read, [reward.rule for reward in spec.rewards]))
+                findings.problems += _few(_unknown_tools(data_rows, names))
+            findings.problems += _few(_without_ground_truth(data_rows, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
         rollout = settings[Role.ROLLOUT]
         assert isinstance(rollout, RolloutSettings)
@@ -126,7 +126,7 @@ class _Check:
         has_interpreter &= rollout.environment is None or rollout.environment.python is not None
         if folder is not None and not tools.problems and has_interpreter:
             self._rollout(rollout, tools.facts.get("tools", ()), files, rows)
-        return found
+        return findings
 
     def engine(self) -> None:
         """Looks for the engine of this machine."""
@@ -156,16 +156,16 @@ class _Check:
         return model
 
     def _template(self) -> str | None:
-        given = self._job.spec.agent.template
+        template = self._job.spec.agent.template
         field = "spec.agent.template.uri"
-        if given is None or given.uri is None or self._away(given.uri, field):
+        if template is None or template.uri is None or self._away(template.uri, field):
             return None
-        return local_path(given.uri, self._base, field)
+        return local_path(template.uri, self._base, field)
 
     def _files(self) -> dict[str, DataSettings]:
-        given = self._job.spec.data
+        data_spec = self._job.spec.data
         files: dict[str, DataSettings] = {}
-        for name, data_set in {"train": given.train, "validation": given.validation}.items():
+        for name, data_set in {"train": data_spec.train, "validation": data_spec.validation}.items():
             field = f"spec.data.{name}.uri"
             if data_set is None or self._away(data_set.uri, field):
                 continue
@@ -174,7 +174,7 @@ class _Check:
                 data_set.uri,
                 size=data_set.size,
                 base=self._base,
-                seed=given.seed,
+                seed=data_spec.seed,
                 cache_dir=self._cache_dir,
                 field=field,
             )
@@ -184,7 +184,7 @@ class _Check:
                 files[name] = DataSettings(path=str(path), size=data_set.size, promptless=promptless)
         return files
 
-    def _settings(self, model: str, template: str | None) -> dict[Role, Model]:
+    def _settings(self, model: str, template: str | None) -> dict[Role, SettingsModel]:
         python = self._try(lambda: interpreter_of(self._job.spec.environment))
         return planned_settings(
             self._job,
@@ -199,7 +199,7 @@ class _Check:
     def _ask(
         self,
         module: str,
-        settings: Model,
+        settings: SettingsModel,
         subject: str,
         seconds: float = LOAD_SECONDS,
         variables: Mapping[str, str] | None = None,
@@ -213,14 +213,16 @@ class _Check:
         if report.missing:
             self._found.warnings.append(f"{report.missing} is not installed; what it loads was not checked")
 
-    def _tools(self, settings: Model, files: dict[str, DataSettings], rows: Mapping[str, Sequence[DataRow]]) -> Report:
+    def _tools(
+        self, settings: SettingsModel, files: dict[str, DataSettings], rows: Mapping[str, Sequence[DataRow]]
+    ) -> Report:
         assert isinstance(settings, ToolsSettings)
         seconds = LOAD_SECONDS + ROW_SECONDS * sum(map(len, rows.values()))
         try:
             secrets = Secrets(self._job, self._base).tools()
         except UserInputError as error:
             return Report({}, problems_of(error))
-        absent = tuple(each.uri for each in self._job.spec.data.files if each.uri not in settings.files)
+        absent = tuple(file.uri for file in self._job.spec.data.files if file.uri not in settings.files)
         for uri in absent:
             self._found.warnings.append(f"spec.data.files: {uri} is not here yet; what rows say of it is not checked")
         check = ToolsCheck(tools=settings, data=files, absent=absent)
@@ -231,7 +233,7 @@ class _Check:
             return Report({}, missing="the interpreter of spec.environment")
         return self._ask("kestrl_tools.check", check, "spec.environment", seconds + environment.start_timeout, secrets)
 
-    def _rewards(self, settings: Model, files: dict[str, DataSettings]) -> Report:
+    def _rewards(self, settings: SettingsModel, files: dict[str, DataSettings]) -> Report:
         assert isinstance(settings, JudgeSettings)
         check = RewardsCheck(judge=settings, data=files, max_turns=self._job.spec.agent.max_turns)
         return self._ask("kestrl_judge.check", check, "spec.rewards")
@@ -285,8 +287,8 @@ class _Check:
         seconds += settings.environment.start_seconds if settings.environment is not None else 0.0
         report = self._ask("kestrl_rollout.check", check, "spec.model.base, spec.agent", seconds)
         self._take(report)
-        for name, read in rows.items():
-            self._overlong(name, read, report.facts.get("overlong", {}).get(name, ()))
+        for name, data_rows in rows.items():
+            self._overlong(name, data_rows, report.facts.get("overlong", {}).get(name, ()))
 
     def _overlong(self, name: str, rows: Sequence[DataRow], overlong: Sequence[Sequence[int]]) -> None:
         """Reports rows whose prompts do not fit the context: they are skipped, and a data set with no other rows is a
@@ -294,27 +296,27 @@ class _Check:
         """
         if not overlong:
             return
-        found, length = self._found, self._job.spec.inference.context_length
+        findings, length = self._found, self._job.spec.inference.context_length
         ordinal, tokens = overlong[0]
-        what = (
+        finding = (
             f"{len(overlong)} of {len(rows)} {name} rows do not fit inference.contextLength ({length}), the first at "
             f"{rows[ordinal].place} with {tokens} tokens"
         )
-        found.rows[name] = len(rows) - len(overlong)
-        if found.rows[name] == 0:
-            found.problems.append(f"spec.data.{name}: {what}; raise it or shorten the rows")
+        findings.rows[name] = len(rows) - len(overlong)
+        if findings.rows[name] == 0:
+            findings.problems.append(f"spec.data.{name}: {finding}; raise it or shorten the rows")
             return
-        found.warnings.append(f"spec.data.{name}: {what}; they are skipped")
+        findings.warnings.append(f"spec.data.{name}: {finding}; they are skipped")
         if name == "train":
             self._step_can_be_filled(rows, len(overlong))
 
     def _step_can_be_filled(self, rows: Sequence[DataRow], skipped: int) -> None:
         spec = self._job.spec
-        usable, wanted = (len(rows) - skipped) * spec.schedule.epochs, spec.algorithm.groups_per_step
-        if rows and usable < wanted:
+        usable, groups_per_step = (len(rows) - skipped) * spec.schedule.epochs, spec.algorithm.groups_per_step
+        if rows and usable < groups_per_step:
             self._found.problems.append(
                 f"spec.data.train: {len(rows) - skipped} usable rows x {spec.schedule.epochs} epochs do not fill one "
-                f"step of {wanted} groups; lower spec.algorithm.groupsPerStep, or give more rows"
+                f"step of {groups_per_step} groups; lower spec.algorithm.groupsPerStep, or give more rows"
             )
 
 
@@ -339,18 +341,18 @@ def _read(file: DataSettings) -> Sequence[DataRow]:
 
 
 def _few(problems: Iterable[str]) -> list[str]:
-    listed = list(problems)
-    more = len(listed) - MOST_PROBLEMS
-    return listed if more <= 0 else [*listed[:MOST_PROBLEMS], f"... and {more} more of this kind"]
+    all_problems = list(problems)
+    unlisted = len(all_problems) - MOST_PROBLEMS
+    return all_problems if unlisted <= 0 else [*all_problems[:MOST_PROBLEMS], f"... and {unlisted} more of this kind"]
 
 
 def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str]:
     """Problems for names that are neither tools nor environments."""
-    known = ", ".join(names) or "none"
+    names_text = ", ".join(names) or "none"
     for row in rows:
-        given = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
-        for name in (name for name in given if name not in names):
-            yield f"{row.place}: tools: the job has no tool {name!r} (it has: {known}); add it to spec.tools"
+        row_tools = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
+        for name in (name for name in row_tools if name not in names):
+            yield f"{row.place}: tools: the job has no tool {name!r} (it has: {names_text}); add it to spec.tools"
 
 
 def _without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:

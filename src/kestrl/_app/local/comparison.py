@@ -35,7 +35,7 @@ WIDEST = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class PolicyEvaluation:
     """One policy's evaluation."""
 
     label: str
@@ -57,27 +57,27 @@ class Evaluation:
     """Tool servers that list other tools than in the run that trained the policy."""
 
 
-def values(evaluation: Evaluation) -> Mapping[str, Values]:
+def values(evaluation: PolicyEvaluation) -> Mapping[str, Values]:
     """Every metric's value of each question."""
     return values_of(evaluation.groups, evaluation.sampling.samples)
 
 
-def table(evaluations: Sequence[Evaluation]) -> Table:
+def table(evaluations: Sequence[PolicyEvaluation]) -> Table:
     """Metrics of every policy, in columns, with the standard errors of those that are means over questions."""
-    shown = Table(_title(evaluations[0]))
+    metrics_table = Table(_title(evaluations[0]))
     for evaluation in evaluations:
-        shown.add_column(Text(safe_line(evaluation.label)), justify="right", overflow="fold")
+        metrics_table.add_column(Text(safe_line(evaluation.label)), justify="right", overflow="fold")
     of = [values(evaluation) for evaluation in evaluations]
     names = {name for evaluation in evaluations for name in evaluation.means}
     for name in (*(name for name in ROWS if name in names), *sorted(names - set(ROWS), key=_place)):
         cells = (
             _cell(evaluation.means.get(name), by.get(name)) for evaluation, by in zip(evaluations, of, strict=True)
         )
-        shown.add_row(Text(safe_line(name)), *cells)
-    return shown
+        metrics_table.add_row(Text(safe_line(name)), *cells)
+    return metrics_table
 
 
-def tables(console: Console, evaluations: Sequence[Evaluation]) -> Iterator[Table]:
+def tables(console: Console, evaluations: Sequence[PolicyEvaluation]) -> Iterator[Table]:
     """The table in parts that fit the console, each with as many policies as have room."""
     begin = 0
     while begin < len(evaluations):
@@ -88,7 +88,7 @@ def tables(console: Console, evaluations: Sequence[Evaluation]) -> Iterator[Tabl
         begin = end
 
 
-def _fits(console: Console, evaluations: Sequence[Evaluation]) -> bool:
+def _fits(console: Console, evaluations: Sequence[PolicyEvaluation]) -> bool:
     unbounded = console.options.update(max_width=WIDEST)
     return Measurement.get(console, unbounded, table(evaluations)).maximum <= console.width
 
@@ -98,18 +98,18 @@ def _cell(mean: float | None, by_question: Values | None) -> str:
     return "-" if mean is None else f"{mean:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
-def _title(evaluation: Evaluation) -> str:
+def _title(evaluation: PolicyEvaluation) -> str:
     return "held-out" if evaluation.sampling == GREEDY else f"held-out, {evaluation.sampling}"
 
 
 def _place(name: str) -> tuple[bool, int, int, str]:
     """Order of the rows: estimates such as pass@4 first, by kind and number."""
     kind, _, k = name.partition("@")
-    known = kind in ESTIMATES and k.isdigit()
-    return not known, ESTIMATES.index(kind) if known else 0, int(k) if known else 0, name
+    is_estimate = kind in ESTIMATES and k.isdigit()
+    return not is_estimate, ESTIMATES.index(kind) if is_estimate else 0, int(k) if is_estimate else 0, name
 
 
-def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+def remarks(evaluations: Sequence[PolicyEvaluation]) -> Iterator[str]:
     """Lines about policies that failed in episodes, had other tools than in training, or were sampled differently, and
     how they differ from the first one on the same questions.
     """
@@ -129,16 +129,16 @@ def remarks(evaluations: Sequence[Evaluation]) -> Iterator[str]:
         yield from map(safe_line, different_questions(pairs, evaluations[0].label, label))
 
 
-def against_first(evaluations: Sequence[Evaluation]) -> Iterator[tuple[str, Mapping[str, Paired]]]:
+def against_first(evaluations: Sequence[PolicyEvaluation]) -> Iterator[tuple[str, Mapping[str, Paired]]]:
     """Every policy but the first, with its differences from that one; policies without stored episodes are left out."""
     first = values(evaluations[0])
-    for other in evaluations[1:]:
-        pairs = pairs_of(first, values(other), TESTED)
+    for evaluation in evaluations[1:]:
+        pairs = pairs_of(first, values(evaluation), TESTED)
         if pairs:
-            yield other.label, pairs
+            yield evaluation.label, pairs
 
 
-def details(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+def details(evaluations: Sequence[PolicyEvaluation]) -> Iterator[str]:
     """Lines about every question: what it is, and the conversation of each policy."""
     by_scenario: dict[str, list[tuple[str, Group]]] = {}
     for evaluation in evaluations:
@@ -162,7 +162,12 @@ def _metrics(episode: Episode) -> str:
 
 
 def report(
-    console: Console, evaluations: Sequence[Evaluation], out: Path, *, with_details: bool, print_json: bool = False
+    console: Console,
+    evaluations: Sequence[PolicyEvaluation],
+    out: Path,
+    *,
+    with_details: bool,
+    print_json: bool = False,
 ) -> None:
     """Prints the comparison, or the JSON that it keeps of it."""
     pairs = dict(against_first(evaluations))
@@ -181,9 +186,9 @@ def report(
     console.print(str(out), soft_wrap=True, markup=False)
 
 
-def as_json(evaluation: Evaluation, against_first: Mapping[str, Paired] | None = None) -> dict[str, Any]:
+def as_json(evaluation: PolicyEvaluation, against_first: Mapping[str, Paired] | None = None) -> dict[str, Any]:
     """Everything but the conversations, which are stored beside the evaluation."""
-    errors = {name: standard_error(each) for name, each in values(evaluation).items()}
+    errors = {name: standard_error(by_question) for name, by_question in values(evaluation).items()}
     return {
         "label": evaluation.label,
         "policy": evaluation.policy,

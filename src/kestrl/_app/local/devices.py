@@ -70,8 +70,8 @@ def usable_devices(profile: str, environ: Mapping[str, str] = os.environ) -> tup
                 f"not known; install the driver, name the devices by index in {variable}, or use profile cpu"
             )
         return tuple(LocalDevice(index=name) for name in names)
-    listed = LISTINGS[profile](program)
-    usable = listed if allowed is None else _allowed(listed, _names(allowed), variable)
+    devices = LISTINGS[profile](program)
+    usable = devices if allowed is None else _allowed(devices, _names(allowed), variable)
     for device in usable:
         if device.divided:
             raise UserInputError(
@@ -86,24 +86,24 @@ def _names(value: str) -> list[str]:
     return [] if value.strip() in NO_DEVICE else [name.strip() for name in value.split(",")]
 
 
-def _allowed(listed: Sequence[LocalDevice], names: Sequence[str], variable: str) -> tuple[LocalDevice, ...]:
-    chosen: list[LocalDevice] = []
+def _allowed(devices: Sequence[LocalDevice], names: Sequence[str], variable: str) -> tuple[LocalDevice, ...]:
+    allowed_devices: list[LocalDevice] = []
     for name in names:
         if name.startswith("MIG-"):
             raise UserInputError(
                 f"{variable}: {name} is a MIG instance, which engines do not accept on one machine; name whole devices"
             )
-        matches = [item for item in listed if name == item.index or (item.uuid and _is_prefix(name, item.uuid))]
+        matches = [item for item in devices if name == item.index or (item.uuid and _is_prefix(name, item.uuid))]
         if len(matches) != 1:
-            known = ", ".join(item.index for item in listed) or "none"
+            indices = ", ".join(item.index for item in devices) or "none"
             raise UserInputError(
                 f"{variable}: {name!r} {'is no device' if not matches else 'is more than one device'} of this machine, "
-                f"which has {known}"
+                f"which has {indices}"
             )
-        if matches[0] in chosen:
+        if matches[0] in allowed_devices:
             raise UserInputError(f"{variable}: names device {matches[0].index} twice; name it once")
-        chosen += matches
-    return tuple(chosen)
+        allowed_devices += matches
+    return tuple(allowed_devices)
 
 
 def _is_prefix(name: str, uuid: str) -> bool:

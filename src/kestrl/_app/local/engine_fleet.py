@@ -59,7 +59,7 @@ def check_scale(job: AgentRLJob, engines: int) -> None:
         )
 
 
-class EngineFleet:
+class LocalEngineFleet:
     """Keeps as many engines as are asked for.
 
     Args:
@@ -105,12 +105,12 @@ class EngineFleet:
         except (ValidationError, UserInputError, OSError) as error:
             self._say(f"warning: {self._request} is not followed: {error}")
 
-    async def _scale(self, wanted: int) -> None:
-        while len(self._present) < wanted:
+    async def _scale(self, replicas: int) -> None:
+        while len(self._present) < replicas:
             self._start(next(index for index in range(MOST_ENGINES) if index not in self._present))
-        leaving = self._present[wanted:]
+        leaving = self._present[replicas:]
         if leaving:
-            self._present = self._present[:wanted]
+            self._present = self._present[:replicas]
             self.write()
             await asyncio.gather(*(self._end(index) for index in leaving))
 

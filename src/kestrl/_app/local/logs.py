@@ -41,9 +41,9 @@ class Log:
     def _append(self, data: bytes) -> None:
         try:
             while data:
-                written = self._file.write(data)
-                self._size += written
-                data = data[written:]
+                byte_count = self._file.write(data)
+                self._size += byte_count
+                data = data[byte_count:]
         except OSError:
             return
 
@@ -73,20 +73,20 @@ class Log:
 
 def tail(path: Path, size: int) -> bytes:
     """Last bytes of a log, across both halves; empty if there is no log."""
-    found = b""
+    tail_bytes = b""
     for part in (path, older(path)):
         try:
             with part.open("rb") as file:
-                file.seek(max(0, part.stat().st_size - (size - len(found))))
-                found = file.read() + found
+                file.seek(max(0, part.stat().st_size - (size - len(tail_bytes))))
+                tail_bytes = file.read() + tail_bytes
         except FileNotFoundError:
             continue
-        if len(found) >= size:
+        if len(tail_bytes) >= size:
             break
-    return found[-size:]
+    return tail_bytes[-size:]
 
 
-class Follower:
+class LogFollower:
     """Reads complete lines of a log as they are written, across rotations.
 
     Args:
@@ -115,11 +115,11 @@ class Follower:
 
     def _rotated(self, file: BinaryIO) -> bool:
         try:
-            named = self._path.stat()
+            path_stat = self._path.stat()
         except FileNotFoundError:  # the file is being rotated
             return False
-        held = os.fstat(file.fileno())
-        return (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
+        file_stat = os.fstat(file.fileno())
+        return (path_stat.st_dev, path_stat.st_ino) != (file_stat.st_dev, file_stat.st_ino)
 
     def lines(self) -> Iterator[str]:
         """Lines written since the last call, without an incomplete last line."""
@@ -135,6 +135,6 @@ class Follower:
             self._open()
 
     def _whole(self, data: bytes) -> Iterator[str]:
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        for line in whole:
+        *complete_lines, self._rest = (self._rest + data).split(b"\n")
+        for line in complete_lines:
             yield line.decode(errors="replace")

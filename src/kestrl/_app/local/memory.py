@@ -112,12 +112,12 @@ def machine_devices(
     memory: dict[str, EngineMemory] = {}
     notes: list[str] = []
     for engine, shared in common.items():
-        smallest = min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
-        free, total = (smallest.free or 0.0) * GIB, (smallest.total or 0.0) * GIB
+        tightest = min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
+        free, total = (tightest.free or 0.0) * GIB, (tightest.total or 0.0) * GIB
         part = division.engine(free=free, total=total)
         if part is None:
             advice = "; ".join(changes(settings, estimate)) or "Use a smaller model"
-            raise division.shortage(smallest.index, free, advice)
+            raise division.shortage(tightest.index, free, advice)
         memory[engine] = part
         notes.append(
             f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB: "

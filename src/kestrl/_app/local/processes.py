@@ -41,8 +41,8 @@ def require_services(names: Sequence[str] = SERVICES) -> None:
     Raises:
         UserInputError: Some of the distributions are missing.
     """
-    if missing := missing_services(names):
-        raise UserInputError(f"{', '.join(missing)}: not installed, which a run on this machine needs; {LOCAL}")
+    if missing_names := missing_services(names):
+        raise UserInputError(f"{', '.join(missing_names)}: not installed, which a run on this machine needs; {LOCAL}")
 
 
 @dataclass(slots=True)
@@ -98,13 +98,20 @@ class Launcher:
         if component.role is Role.ENGINE:
             inherited = engine_environment(inherited, component.python)
         granted = {secret.value: self.secrets[secret.value] for secret in component.secrets}
-        own = self.granted.get(component.role, {})
+        role_variables = self.granted.get(component.role, {})
         if component.role is Role.ENGINE:  # as a patch of its pod cannot set them
-            inherited, own = (
+            inherited, role_variables = (
                 {name: value for name, value in variables.items() if not RESERVED_VARIABLES.fullmatch(name)}
-                for variables in (inherited, own)
+                for variables in (inherited, role_variables)
             )
-        return {**component.env_defaults, **inherited, **own, "PYTHONUNBUFFERED": "1", **component.env, **granted}
+        return {
+            **component.env_defaults,
+            **inherited,
+            **role_variables,
+            "PYTHONUNBUFFERED": "1",
+            **component.env,
+            **granted,
+        }
 
     def command(self, component: Component) -> list[str]:
         """`python -m MODULE [--settings FILE] ARGS`, the settings written first."""

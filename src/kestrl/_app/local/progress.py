@@ -14,9 +14,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def clock(seconds: float) -> str:
     """`1:02:03` or `2:03`."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, seconds_left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def means_line(means: Mapping[str, float]) -> str:
@@ -50,7 +50,7 @@ def policy_words(state: RunState) -> str:
 
 def failure_counts(failures: Mapping[str, int]) -> str:
     """Counts of failures, the most frequent first."""
-    worst_first = sorted(failures.items(), key=lambda each: (-each[1], each[0]))
+    worst_first = sorted(failures.items(), key=lambda pair: (-pair[1], pair[0]))
     return ", ".join(f"{name} {count}" for name, count in worst_first)
 
 
@@ -67,9 +67,9 @@ def idle_words(idle: IdleTime) -> str:
         ("engines", idle.engine_share, idle.engines, idle.engine_seconds),
     ):
         if share is not None:
-            largest = sorted(reasons.items(), key=lambda reason: -reason[1])
-            why = ", ".join(f"{reason} {seconds / total:.0%}" for reason, seconds in largest)
-            parts.append(f"{name} {share:.0%}" + (f" ({why})" if why else ""))
+            ordered = sorted(reasons.items(), key=lambda reason: -reason[1])
+            reason_shares = ", ".join(f"{reason} {seconds / total:.0%}" for reason, seconds in ordered)
+            parts.append(f"{name} {share:.0%}" + (f" ({reason_shares})" if reason_shares else ""))
     return ", ".join(parts)
 
 
@@ -81,7 +81,7 @@ def detail_lines(state: RunState) -> list[str]:
         lines.append(f"engines, and what named their policies: {builds}")
     if idle := idle_words(state.last_step.idle):
         lines.append(f"idle in the last step: {idle}")
-    lines += [f"sandbox of {name}: {used}" for name, used in sorted(state.tools.sandboxes.items())]
+    lines += [f"sandbox of {name}: {sandbox}" for name, sandbox in sorted(state.tools.sandboxes.items())]
     return lines
 
 

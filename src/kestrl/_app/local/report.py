@@ -47,8 +47,8 @@ def comparison(before: Mapping[str, Any], after: Mapping[str, Any], pairs: Mappi
     table.add_column("")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right")
-    others = sorted(name for name in after if name not in ROWS and isinstance(after[name], int | float))
-    for name in (*ROWS, *others):
+    further = sorted(name for name in after if name not in ROWS and isinstance(after[name], int | float))
+    for name in (*ROWS, *further):
         old, new = before.get(name), after.get(name)
         if isinstance(old, int | float) and isinstance(new, int | float):
             pair = (pairs or {}).get(name)
@@ -102,8 +102,10 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
     if summary.skipped_rows:
         console.print(f"skipped rows: {summary.skipped_rows}, whose prompts leave no room in inference.contextLength")
     if summary.learned is False:
-        why = "" if summary.not_learned is None else summary.not_learned.message
-        console.print(safe_line(f"warning: nothing was learned: {why}"), style="yellow", markup=False, soft_wrap=True)
+        message = "" if summary.not_learned is None else summary.not_learned.message
+        console.print(
+            safe_line(f"warning: nothing was learned: {message}"), style="yellow", markup=False, soft_wrap=True
+        )
     if summary.learning_warning:
         text = safe_line(f"warning: {summary.learning_warning}")
         console.print(text, style="yellow", markup=False, soft_wrap=True)
@@ -112,8 +114,8 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
         counts = ", ".join(f"{name} {count}" for name, count in sorted(tools.outcomes.items()))
         per_episode = f"tool calls: {tools.calls_per_episode:.2f} per episode"
         console.print(safe_line(f"{per_episode} ({counts})" if counts else per_episode), markup=False, soft_wrap=True)
-    for name, used in sorted(summary.sandboxes.items()):
-        console.print(safe_line(f"sandbox of {name}: {used}"), markup=False)
+    for name, sandbox in sorted(summary.sandboxes.items()):
+        console.print(safe_line(f"sandbox of {name}: {sandbox}"), markup=False)
     if summary.tool_warning is not None:
         text = safe_line(f"warning: tools: {summary.tool_warning.message}")
         console.print(text, style="yellow", markup=False, soft_wrap=True)
@@ -173,7 +175,7 @@ def _found(program: Path) -> str:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     code: int
@@ -192,13 +194,13 @@ def report_finished(console: Console, run: RunDir, summary: RunSummary | None, s
     return 0
 
 
-def report_unfinished(console: Console, run: RunDir, outcome: Outcome, summary: RunSummary | None) -> int:
+def report_unfinished(console: Console, run: RunDir, outcome: RunOutcome, summary: RunSummary | None) -> int:
     """Prints why a run has not succeeded, and the next commands; returns the exit code."""
     if outcome.code == EXIT_INTERRUPTED:
         console.print(f"{outcome.reason}; run the same command again to resume {run.id}", markup=False, soft_wrap=True)
         return outcome.code
-    first, *others = error_lines(KestrlError(outcome.reason), most=MOST_LINES - 2)
-    for line in (f"error: {first}", *others):
+    first, *following = error_lines(KestrlError(outcome.reason), limit=MOST_LINES - 2)
+    for line in (f"error: {first}", *following):
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     if outcome.code != EXIT_INPUT:
         logs = shlex.join(["kestrl", "logs", run.id, "--runs", str(run.path.parent)])

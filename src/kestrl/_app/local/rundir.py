@@ -185,8 +185,10 @@ def identity(job: AgentRLJob) -> dict[str, Any]:
 def runs_of(root: Path, name: str) -> list[RunDir]:
     """The runs of a job, oldest first."""
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
-    found = [(int(match[1]), path) for path in root.glob(f"{name}-*") if (match := pattern.fullmatch(path.name))]
-    return [RunDir(path) for _, path in sorted(found)]
+    numbered_paths = [
+        (int(match[1]), path) for path in root.glob(f"{name}-*") if (match := pattern.fullmatch(path.name))
+    ]
+    return [RunDir(path) for _, path in sorted(numbered_paths)]
 
 
 def latest_run(root: Path) -> RunDir | None:
@@ -209,8 +211,8 @@ def find_run(root: Path, run_id: str | None) -> RunDir:
             )
         return latest
     if not (root / run_id / "job.json").is_file():
-        known = ", ".join(sorted(path.parent.name for path in root.glob("*/job.json"))) or "none"
-        raise UserInputError(f"no run {run_id!r} in {root} (there are: {known})")
+        run_ids = ", ".join(sorted(path.parent.name for path in root.glob("*/job.json"))) or "none"
+        raise UserInputError(f"no run {run_id!r} in {root} (there are: {run_ids})")
     return RunDir(root / run_id)
 
 
@@ -247,10 +249,10 @@ def removed_if_refused(run: RunDir) -> Generator[ExitStack]:
     """Removes what a run that is refused before its start has made: its folder, and empty folders above it. Nothing is
     removed of a run that was there before, nor once the yielded stack is emptied by `pop_all`.
     """
-    missing = [path for path in (run.path, *run.path.parents) if not path.exists()]
+    missing_folders = [path for path in (run.path, *run.path.parents) if not path.exists()]
     with ExitStack() as cleaning:
-        if missing:
-            cleaning.callback(_remove, missing)
+        if missing_folders:
+            cleaning.callback(_remove, missing_folders)
         yield cleaning
 
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from kestrl._app.local.check import check_job, fitted_job
-from kestrl._app.local.engine_fleet import EngineFleet
+from kestrl._app.local.engine_fleet import LocalEngineFleet
 from kestrl._app.local.processes import Launcher, require_services
-from kestrl._app.local.report import EXIT_INTERRUPTED, Outcome, report_finished, report_unfinished
+from kestrl._app.local.report import EXIT_INTERRUPTED, RunOutcome, report_finished, report_unfinished
 from kestrl._app.local.rundir import RECORD, RunDir, make_folders, removed_if_refused
 from kestrl._app.local.runner_record import INTERVAL, RunnerRecord, RunnerRecordFile
 from kestrl._app.local.secrets import Secrets, open_storage
@@ -66,7 +66,7 @@ class RunFollower(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class RunOptions:
     """Command-line options beside the manifest."""
 
     manifest_dir: Path
@@ -89,7 +89,7 @@ class Runner:
         site: Site,
         components: Sequence[Component],
         view: View,
-        options: Options,
+        options: RunOptions,
         ports: dict[Listener, int],
     ) -> None:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
@@ -101,18 +101,18 @@ class Runner:
         granted = Secrets(job, options.manifest_dir).by_role()
         launcher = Launcher(folder=run.path, secrets=credentials, granted=granted)
         self._supervisor = Supervisor(components, launcher, self._changed)
-        self._fleet = EngineFleet(job, site, run.path, ports, self._supervisor, view.say)
+        self._fleet = LocalEngineFleet(job, site, run.path, ports, self._supervisor, view.say)
         self._interrupts = 0
 
     def _changed(self, *, force: bool = False) -> None:
         self._record.update(
             force=force,
             state=self._state,
-            components={name: seen.record() for name, seen in self._supervisor.observed.items()},
+            components={name: child.record() for name, child in self._supervisor.observed.items()},
         )
         self._view.update(self._state, self._supervisor.observed)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Runs until the learner ends, an interrupt, or a failure."""
         main = asyncio.current_task()
         loop = asyncio.get_running_loop()
@@ -143,19 +143,19 @@ class Runner:
         self._changed(force=True)
         return outcome
 
-    async def _supervised(self) -> Outcome:
+    async def _supervised(self) -> RunOutcome:
         """What becomes of the components."""
         try:
             async with asyncio.timeout(self._options.active_deadline):
                 return self._ended(await self._supervisor.run())
         except TimeoutError:
-            return Outcome(EXIT_FAILED, "activeDeadline passed")
+            return RunOutcome(EXIT_FAILED, "activeDeadline passed")
         except UserInputError as error:
-            return Outcome(EXIT_INPUT, str(error))
+            return RunOutcome(EXIT_INPUT, str(error))
         except KestrlError as error:
-            return Outcome(EXIT_FAILED, str(error))
+            return RunOutcome(EXIT_FAILED, str(error))
         except asyncio.CancelledError:
-            return Outcome(
+            return RunOutcome(
                 EXIT_INTERRUPTED, "interrupted twice: stopped immediately, without a checkpoint of the last steps"
             )
 
@@ -183,13 +183,13 @@ class Runner:
             log.error("%s has ended", task.get_name(), exc_info=error)
             self._view.say(f"warning: {task.get_name()} has ended: {type(error).__name__}: {error}")
 
-    def _ended(self, status: int) -> Outcome:
+    def _ended(self, status: int) -> RunOutcome:
         if self._interrupts:
-            return Outcome(EXIT_INTERRUPTED, "interrupted")
+            return RunOutcome(EXIT_INTERRUPTED, "interrupted")
         if status == 0:
-            return Outcome(0)
-        learner = next(seen for seen in self._supervisor.observed.values() if seen.component.role is Role.LEARNER)
-        return Outcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
+            return RunOutcome(0)
+        learner = next(child for child in self._supervisor.observed.values() if child.component.role is Role.LEARNER)
+        return RunOutcome(EXIT_FAILED, learner.last_error or f"the learner ended with status {status}")
 
     def _interrupt(self, main: asyncio.Task[Any] | None) -> None:
         """First interrupt: drain and checkpoint. Second: stop immediately."""
@@ -232,7 +232,7 @@ class Runner:
 def run_job(
     job: AgentRLJob,
     run: RunDir,
-    options: Options,
+    options: RunOptions,
     console: Console,
     *,
     resumed: bool = False,

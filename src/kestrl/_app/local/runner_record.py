@@ -59,8 +59,10 @@ class RunnerRecord(Versioned):
     def from_json(cls, content: Mapping[str, Any], source: str) -> Self:
         """Reads a record; version 0.1 of KestRL wrote `progress` in place of `state`."""
         progress = content.get("progress")
-        earlier = {"state": _earlier_state(cast("dict[str, Any]", progress))} if isinstance(progress, dict) else {}
-        return super().from_json({**earlier, **content}, source)
+        converted_fields = (
+            {"state": _earlier_state(cast("dict[str, Any]", progress))} if isinstance(progress, dict) else {}
+        )
+        return super().from_json({**converted_fields, **content}, source)
 
 
 def _earlier_state(progress: Mapping[str, Any]) -> dict[str, Any]:

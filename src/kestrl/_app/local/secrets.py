@@ -67,10 +67,10 @@ def read_env(path: Path, field: str) -> dict[str, str]:
 
 
 def _assignment(line: str, where: str) -> tuple[str, str]:
-    found = ASSIGNMENT.fullmatch(line)
-    if found is None:
+    match = ASSIGNMENT.fullmatch(line)
+    if match is None:
         raise UserInputError(f"{where}: is not NAME=VALUE")
-    name, value = found["name"], found["value"]
+    name, value = match["name"], match["value"]
     if "\0" in value:
         raise UserInputError(f"{where}: the value of {name} contains a NUL, which variables cannot")
     if value.startswith(("'", '"')):
@@ -85,7 +85,7 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
 
 def _unescaped(text: str) -> str:
     """Replaces escapes; a backslash before any other character is kept."""
-    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
+    return re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[0]), text)
 
 
 class Secrets:
@@ -137,17 +137,17 @@ class Secrets:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the files of all secrets, one problem for each of a role."""
-        for read in (self.storage, self.judge, self.tools, self.mlflow, self._patched):
+        for read_secrets in (self.storage, self.judge, self.tools, self.mlflow, self._patched):
             try:
-                read()
+                read_secrets()
             except UserInputError as error:
                 yield from problems_of(error)
 
     def _entry(self, secret: str, key: str, field: str) -> str:
-        found = self._secret(secret, field)
-        if key not in found:
+        secret_entries = self._secret(secret, field)
+        if key not in secret_entries:
             raise UserInputError(f"{field}: {self._folder / secret}.env holds no {key}")
-        return found[key]
+        return secret_entries[key]
 
     def by_role(self) -> Mapping[Role, Variables]:
         """Variables of each role.
@@ -178,8 +178,8 @@ class Secrets:
         variables: dict[str, str] = {}
         for source in _objects(container.get("envFrom")):
             if "secretRef" in source:
-                found = self._secret(_text(_object(source["secretRef"]), "name", field), field)
-                variables |= {f"{source.get('prefix', '')}{name}": value for name, value in found.items()}
+                secret_entries = self._secret(_text(_object(source["secretRef"]), "name", field), field)
+                variables |= {f"{source.get('prefix', '')}{name}": value for name, value in secret_entries.items()}
         for entry in _objects(container.get("env")):
             reference = _object(_object(entry.get("valueFrom")).get("secretKeyRef"))
             if reference:

@@ -21,8 +21,8 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
 from kestrl._shared.plan.environments import environment_requirements
 from kestrl._shared.plan.planning import plan
-from kestrl._shared.plan.settings.common import Model
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.settings.common import SettingsModel
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.plan.tools import NO_FILES, runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.environments import Environment
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
-NAMELESS = Endpoint(bind="", host="", port=0)
+NAMELESS = ReplicaEndpoint(bind="", host="", port=0)
 """Endpoint of a component that is only planned."""
 ENVIRONMENT_FIELD = "spec.environment.python.requirements"
 METRICS = "metrics"
@@ -78,29 +78,28 @@ def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Lis
         UserInputError: A port is taken, or there are not enough ports above `base_port`.
     """
     ports: dict[Listener, int] = {}
-    with ExitStack() as held:
+    with ExitStack() as reservations:
         for offset, replica in enumerate(listeners(job)):
-            reservation = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            wanted = 0 if base_port is None else base_port + offset
-            if wanted > HIGHEST_PORT:
+            reservation = reservations.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            port = 0 if base_port is None else base_port + offset
+            if port > HIGHEST_PORT:
                 raise UserInputError(
                     f"--base-port {base_port}: the job needs {len(list(listeners(job)))} ports, and the highest is "
                     f"{HIGHEST_PORT}"
                 )
             try:
-                reservation.bind((LOOPBACK, wanted))
+                reservation.bind((LOOPBACK, port))
             except OSError as error:
                 raise UserInputError(
-                    f"--base-port {base_port}: port {wanted} for {'-'.join(map(str, replica))} is taken: "
-                    f"{error.strerror}"
+                    f"--base-port {base_port}: port {port} for {'-'.join(map(str, replica))} is taken: {error.strerror}"
                 ) from error
             reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             ports[replica] = reservation.getsockname()[1]
         yield ports
 
 
-def reserve_engine(ports: dict[Listener, int], index: int, held: ExitStack) -> None:
-    """Adds free ports for one more engine and its agent, reserved until `held` is closed.
+def reserve_engine(ports: dict[Listener, int], index: int, reservations: ExitStack) -> None:
+    """Adds free ports for one more engine and its agent, reserved until `reservations` is closed.
 
     Raises:
         UserInputError: There is no free port.
@@ -108,7 +107,7 @@ def reserve_engine(ports: dict[Listener, int], index: int, held: ExitStack) -> N
     for listener in ((Role.ENGINE, index), (Role.INFERENCE, index), (Role.INFERENCE, index, METRICS)):
         if listener in ports:
             continue
-        reservation = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        reservation = reservations.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         try:
             reservation.bind((LOOPBACK, 0))
         except OSError as error:
@@ -151,10 +150,10 @@ def refuse_cluster_isolation(job: AgentRLJob) -> None:
     Raises:
         UserInputError: They do; without it they would be isolated less than the job states.
     """
-    named = runtime_class(job.spec, Role.TOOLS)
-    if named is not None:
+    runtime = runtime_class(job.spec, Role.TOOLS)
+    if runtime is not None:
         raise UserInputError(
-            f"{named[1]}: is {named[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "
+            f"{runtime[1]}: is {runtime[0]}, and only a cluster has RuntimeClasses: on this machine tools would be "
             "isolated less; remove it to run here"
         )
     claim = sandbox_claim(job.spec)
@@ -226,8 +225,8 @@ def site_of(
     model = locate_model(spec.model.base, base=manifest_dir)
     needs = tuple(device_needs(spec))
 
-    def endpoint(role: Role, index: int) -> Endpoint:
-        return Endpoint(
+    def endpoint(role: Role, index: int) -> ReplicaEndpoint:
+        return ReplicaEndpoint(
             bind=LOOPBACK,
             host=LOOPBACK,
             port=ports[role, index],
@@ -281,7 +280,7 @@ def planned_settings(
     environment_python: str | None,
     agent_python: str | None = None,
     files: Mapping[str, str] = NO_FILES,
-) -> dict[Role, Model]:
+) -> dict[Role, SettingsModel]:
     """Settings of each component as in a run, for a site without addresses."""
     site = Site(
         run="check",

@@ -29,7 +29,7 @@ BACKOFF = Backoff(1.0, 30.0)
 
 
 @dataclass(slots=True)
-class Observed:
+class ObservedChild:
     """Observations of a component."""
 
     component: Component
@@ -80,9 +80,9 @@ class Supervisor:
         """Whether all components were asked to end; how they then end is no failure of theirs."""
         self._leaving: set[str] = set()
         """Components that are ended while the run goes on."""
-        self._tasks: dict[asyncio.Task[int], Observed] = {}
+        self._tasks: dict[asyncio.Task[int], ObservedChild] = {}
         self._added = asyncio.Event()
-        self.observed = {component.name: Observed(component) for component in components}
+        self.observed = {component.name: ObservedChild(component) for component in components}
 
     async def run(self) -> int:
         """Runs to the end and returns the learner's exit status.
@@ -91,26 +91,26 @@ class Supervisor:
             UserInputError: A component rejected its input (exit code 2); has its message.
             ComponentFailed: A component ended too often.
         """
-        begun = {seen.component.name for seen in self._tasks.values()}  # what was added before
-        for name, seen in self.observed.items():
-            if name not in begun:
-                self._begin(seen)
+        started_names = {child.component.name for child in self._tasks.values()}  # what was added before
+        for name, child in self.observed.items():
+            if name not in started_names:
+                self._begin(child)
         try:
             while True:
                 self._added.clear()
                 added = asyncio.create_task(self._added.wait())
-                done, _ = await asyncio.wait({*self._tasks, added}, return_when=asyncio.FIRST_COMPLETED)
+                done_tasks, _ = await asyncio.wait({*self._tasks, added}, return_when=asyncio.FIRST_COMPLETED)
                 added.cancel()
-                for task in [task for task in self._tasks if task in done]:
-                    seen = self._tasks.pop(task)
+                for task in [task for task in self._tasks if task in done_tasks]:
+                    child = self._tasks.pop(task)
                     if task.cancelled():  # removed while it waited to be started again
                         continue
-                    if seen.joined and isinstance(failure := task.exception(), KestrlError):
-                        seen.last_error = str(failure)
+                    if child.joined and isinstance(failure := task.exception(), KestrlError):
+                        child.last_error = str(failure)
                         self._changed()
                         continue
                     status = task.result()
-                    if seen.component.role is Role.LEARNER:
+                    if child.component.role is Role.LEARNER:
                         return status
         finally:
             await self._stop_all()
@@ -119,20 +119,20 @@ class Supervisor:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=5)
 
-    def _begin(self, seen: Observed) -> None:
-        self._tasks[asyncio.create_task(self._keep(seen), name=seen.component.name)] = seen
+    def _begin(self, child: ObservedChild) -> None:
+        self._tasks[asyncio.create_task(self._keep(child), name=child.component.name)] = child
         self._added.set()
 
     def add(self, component: Component) -> None:
         """Starts one more component of a run that goes on."""
-        seen = self.observed[component.name] = Observed(component, joined=True)
-        self._begin(seen)
+        child = self.observed[component.name] = ObservedChild(component, joined=True)
+        self._begin(child)
         self._changed()
 
     async def remove(self, name: str) -> None:
         """Ends a component while the run goes on, and waits for its end."""
         self._leaving.add(name)
-        task = next((task for task, seen in self._tasks.items() if seen.component.name == name), None)
+        task = next((task for task, child in self._tasks.items() if child.component.name == name), None)
         if name in self._live:
             self._live[name].terminate()
         elif task is not None:
@@ -150,62 +150,62 @@ class Supervisor:
             if running.component.role is Role.LEARNER:
                 running.terminate()
 
-    async def _keep(self, seen: Observed) -> int:
+    async def _keep(self, child: ObservedChild) -> int:
         """Runs a component with restarts and returns its last exit status."""
         in_row = 0
         while True:
             started = time.monotonic()
-            status = await self._run_once(seen)
-            if self._ended or seen.component.name in self._leaving:
+            status = await self._run_once(child)
+            if self._ended or child.component.name in self._leaving:
                 return status
             if status == EXIT_INPUT:
-                raise UserInputError(seen.last_error or f"{seen.component.name} rejected its input")
-            lasting = self._cannot_start(seen)
+                raise UserInputError(child.last_error or f"{child.component.name} rejected its input")
+            lasting = self._cannot_start(child)
             if lasting is not None and not self._stopping:
                 raise lasting
-            if self._stopping or not (seen.component.restarts or was_killed(status)):
+            if self._stopping or not (child.component.restarts or was_killed(status)):
                 return status
             in_row = 1 if time.monotonic() - started > STEADY_SECONDS else in_row + 1
             if in_row > MAX_RESTARTS:
                 raise ComponentFailed(
-                    f"{seen.component.name} ended {in_row} times in a row (exit status {status}): {seen.last_error}\n"
-                    f"its log: {self._launcher.log_path(seen.component.name)}"
+                    f"{child.component.name} ended {in_row} times in a row (exit status {status}): {child.last_error}\n"
+                    f"its log: {self._launcher.log_path(child.component.name)}"
                 )
-            seen.state = ComponentState.WAITING
-            seen.restarts += 1
+            child.state = ComponentState.WAITING
+            child.restarts += 1
             self._changed()
-            log.warning("%s ended with status %s, restarting it", seen.component.name, status)
+            log.warning("%s ended with status %s, restarting it", child.component.name, status)
             await asyncio.sleep(BACKOFF.pause(in_row))
 
-    def _cannot_start(self, seen: Observed) -> ComponentFailed | None:
+    def _cannot_start(self, child: ObservedChild) -> ComponentFailed | None:
         """Sets the root cause as last error; returns the failure if no further start of the engine would help."""
-        path = seen.component.env.get(engine_failure.VARIABLE)
-        found = engine_failure.read(Path(path)) if path else None
-        if found is None:
+        path = child.component.env.get(engine_failure.VARIABLE)
+        failure = engine_failure.read(Path(path)) if path else None
+        if failure is None:
             return None
-        seen.last_error = found.message
+        child.last_error = failure.message
         self._changed()
-        if not found.lasting:
+        if not failure.lasting:
             return None
-        log_path = self._launcher.log_path(seen.component.name)
+        log_path = self._launcher.log_path(child.component.name)
         return ComponentFailed(
-            f"{seen.component.name} cannot start: {found.message}\nits log: {log_path}", code=engine_failure.CODE
+            f"{child.component.name} cannot start: {failure.message}\nits log: {log_path}", code=engine_failure.CODE
         )
 
-    async def _run_once(self, seen: Observed) -> int:
-        engine_failure.forget(seen.component.env)
-        running = await self._launcher.start(seen.component)
-        self._live[seen.component.name] = running
-        seen.state, seen.pid = ComponentState.RUNNING, running.process.pid
+    async def _run_once(self, child: ObservedChild) -> int:
+        engine_failure.forget(child.component.env)
+        running = await self._launcher.start(child.component)
+        self._live[child.component.name] = running
+        child.state, child.pid = ComponentState.RUNNING, running.process.pid
         self._changed()
         try:
             status = await running.wait()
         finally:
             running.release()
-            self._live.pop(seen.component.name, None)
-        seen.state, seen.pid, seen.last_exit = ComponentState.ENDED, 0, status
+            self._live.pop(child.component.name, None)
+        child.state, child.pid, child.last_exit = ComponentState.ENDED, 0, status
         if status != 0 and not self._ended:
-            seen.last_error = last_error(self._launcher.log_path(seen.component.name))
+            child.last_error = last_error(self._launcher.log_path(child.component.name))
         self._changed()
         return status
 

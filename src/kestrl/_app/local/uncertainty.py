@@ -32,15 +32,22 @@ def values_of(groups: Sequence[Group], samples: int = 1) -> dict[str, dict[int, 
     """
     episodes: dict[int, list[Episode]] = {}
     for group in groups:
-        scored = [each for each in group.episodes if each.failure is None and each.reward is not None]
+        scored = [
+            entry_values
+            for entry_values in group.episodes
+            if entry_values.failure is None and entry_values.reward is not None
+        ]
         if scored:
             episodes.setdefault(group.scenario.ordinal, []).extend(scored)
-    found: dict[str, dict[int, list[float]]] = {}
+    metric_values: dict[str, dict[int, list[float]]] = {}
     for question, scored in episodes.items():
         for episode in scored:
             for name, value in {**episode.metrics, "reward": episode.reward or 0.0}.items():
-                found.setdefault(name, {}).setdefault(question, []).append(value)
-    means = {name: {question: fmean(each) for question, each in by.items()} for name, by in found.items()}
+                metric_values.setdefault(name, {}).setdefault(question, []).append(value)
+    means = {
+        name: {question: fmean(entry_values) for question, entry_values in by.items()}
+        for name, by in metric_values.items()
+    }
     return means | estimates(groups, samples)
 
 
@@ -94,8 +101,8 @@ def paired(first: Values, second: Values) -> Paired | None:
 
 def pairs_of(first: Mapping[str, Values], second: Mapping[str, Values], metrics: Sequence[str]) -> dict[str, Paired]:
     """The differences in those metrics that both have."""
-    found = {name: paired(first.get(name, {}), second.get(name, {})) for name in metrics}
-    return {name: pair for name, pair in found.items() if pair is not None}
+    pairs = {name: paired(first.get(name, {}), second.get(name, {})) for name in metrics}
+    return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
 def different_questions(pairs: Mapping[str, Paired], first: str, second: str) -> Iterator[str]:
@@ -109,8 +116,8 @@ def different_questions(pairs: Mapping[str, Paired], first: str, second: str) ->
 
 
 def _sign_flip(differences: Sequence[float]) -> float:
-    steps = [round(abs(each) * _RESOLUTION) for each in differences]
-    observed = abs(sum(round(each * _RESOLUTION) for each in differences))
+    steps = [round(abs(difference) * _RESOLUTION) for difference in differences]
+    observed = abs(sum(round(difference * _RESOLUTION) for difference in differences))
     sums = {0: 1.0}
     for step in filter(None, steps):
         flipped: dict[int, float] = {}
@@ -119,6 +126,6 @@ def _sign_flip(differences: Sequence[float]) -> float:
                 flipped[reached] = flipped.get(reached, 0.0) + weight / 2
         sums = flipped
         if len(sums) > MOST_SUMS:
-            return math.erfc(observed / math.sqrt(2 * sum(each * each for each in steps)))
+            return math.erfc(observed / math.sqrt(2 * sum(difference * difference for difference in steps)))
     slack = len(differences)  # of rounding: equal sums may differ by one unit for each difference
     return min(1.0, math.fsum(weight for value, weight in sums.items() if abs(value) >= observed - slack))

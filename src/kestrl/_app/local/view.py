@@ -27,7 +27,7 @@ from kestrl._app.local.progress import (
     step_words,
     warnings,
 )
-from kestrl._app.local.supervisor import Observed
+from kestrl._app.local.supervisor import ObservedChild
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import ComponentState, RunPhase
 from kestrl.terminal import safe, safe_line
@@ -55,7 +55,7 @@ class View(Protocol):
         """Prints a permanent line."""
         ...
 
-    def update(self, state: RunState, components: Mapping[str, Observed]) -> None: ...
+    def update(self, state: RunState, components: Mapping[str, ObservedChild]) -> None: ...
 
 
 class PlainView:
@@ -82,11 +82,11 @@ class PlainView:
     def say(self, line: str) -> None:
         self._console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
-    def update(self, state: RunState, components: Mapping[str, Observed]) -> None:
-        for name, seen in components.items():
-            if seen.restarts > self._restarts.get(name, 0):
-                self._restarts[name] = seen.restarts
-                self.say(f"{name} ended ({seen.last_exit}) and is restarted: {seen.last_error}")
+    def update(self, state: RunState, components: Mapping[str, ObservedChild]) -> None:
+        for name, child in components.items():
+            if child.restarts > self._restarts.get(name, 0):
+                self._restarts[name] = child.restarts
+                self.say(f"{name} ended ({child.last_exit}) and is restarted: {child.last_error}")
         if state.learning.learned is False and not self._warned:
             self._warned = True
             self.say(f"warning: nothing is learned: {state.learning.message}")
@@ -110,12 +110,12 @@ class PlainView:
             self._gathered, self._at = state.gathering.episodes, time.monotonic()
             self.say(state.gathering.line())
 
-    def _say_awaited(self, components: Mapping[str, Observed]) -> None:
+    def _say_awaited(self, components: Mapping[str, ObservedChild]) -> None:
         """Prints what a long start waits for."""
         if time.monotonic() - self._at < START_SECONDS:
             return
         self._at = time.monotonic()
-        awaited = [name for name, seen in components.items() if seen.state is not ComponentState.RUNNING]
+        awaited = [name for name, child in components.items() if child.state is not ComponentState.RUNNING]
         self.say(f"starting for {clock(self._at - self._since)}, waiting for {', '.join(awaited) or 'the learner'}")
 
 
@@ -131,7 +131,7 @@ class LiveView:
     def __init__(self, console: Console, title: str, verdict: Verdict | None = None) -> None:
         self._title, self._verdict_of = title, verdict
         self._started = self._since = time.monotonic()
-        self._state, self._components = RunState(), dict[str, Observed]()
+        self._state, self._components = RunState(), dict[str, ObservedChild]()
         self._rewards: deque[float] = deque(maxlen=SHOWN_STEPS)
         self._verdict, self._reading = "", Thread()
         self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._draw)
@@ -148,14 +148,14 @@ class LiveView:
     def say(self, line: str) -> None:
         self._live.console.print(safe(line), highlight=False, markup=False, soft_wrap=True)
 
-    def update(self, state: RunState, components: Mapping[str, Observed]) -> None:
-        earlier, self._state, self._components = self._state, state, dict(components)
-        if (state.activity, state.steps) != (earlier.activity, earlier.steps):
+    def update(self, state: RunState, components: Mapping[str, ObservedChild]) -> None:
+        previous_state, self._state, self._components = self._state, state, dict(components)
+        if (state.activity, state.steps) != (previous_state.activity, previous_state.steps):
             self._since = time.monotonic()
-        if state.steps.done > earlier.steps.done:
+        if state.steps.done > previous_state.steps.done:
             if "reward" in state.means:
                 self._rewards.append(state.means["reward"])
-            if earlier.steps.total:  # the first report of a resumed run is no step of this process
+            if previous_state.steps.total:  # the first report of a resumed run is no step of this process
                 self.say(one_line(state))
             self._read_verdict()
 
@@ -206,19 +206,19 @@ def _facts(state: RunState, elapsed: float) -> Table:
     return table
 
 
-def _components(components: Mapping[str, Observed]) -> Text:
+def _components(components: Mapping[str, ObservedChild]) -> Text:
     text = Text()
-    for name, seen in components.items():
+    for name, child in components.items():
         style = (
             "green"
-            if seen.state is ComponentState.RUNNING
+            if child.state is ComponentState.RUNNING
             else "yellow"
-            if seen.state is ComponentState.STARTING
+            if child.state is ComponentState.STARTING
             else "red"
         )
         text.append(f"{name} ", style=style)
-        if seen.restarts:
-            text.append(f"(restarted {seen.restarts}x) ", style="yellow")
+        if child.restarts:
+            text.append(f"(restarted {child.restarts}x) ", style="yellow")
     return text
 
 

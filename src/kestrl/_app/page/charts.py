@@ -13,7 +13,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """A point or bar of a chart."""
 
     key: int
@@ -32,7 +32,7 @@ class Curve:
 
     points: str
     """Corners, as SVG's `polyline` takes them."""
-    marks: Sequence[Mark]
+    marks: Sequence[ChartMark]
     low: float
     high: float
 
@@ -45,7 +45,7 @@ def curve(numbers: Mapping[int, float], span: tuple[int, int]) -> Curve:
     """The curve of numbers by step, over a range of steps."""
     low, high = min(numbers.values(), default=0.0), max(numbers.values(), default=0.0)
     marks = [
-        Mark(step, _across(step, *span), _height(number, low, high), amount=number)
+        ChartMark(step, _across(step, *span), _height(number, low, high), amount=number)
         for step, number in sorted(numbers.items())
     ]
     return Curve(" ".join(f"{mark.x:.1f},{mark.y:.1f}" for mark in marks), marks, low, high)
@@ -56,31 +56,31 @@ def _height(number: float, low: float, high: float) -> float:
     return HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * share
 
 
-def bars(counts: Mapping[int, Mapping[str, int]], span: tuple[int, int]) -> Sequence[Mark]:
+def bars(counts: Mapping[int, Mapping[str, int]], span: tuple[int, int]) -> Sequence[ChartMark]:
     """Stacked bars of counts by kind, by step."""
-    most = max((sum(kinds.values()) for kinds in counts.values()), default=0)
+    highest = max((sum(kinds.values()) for kinds in counts.values()), default=0)
     width = max(1.0, min(14.0, (WIDTH - 2 * MARGIN) / max(1, span[1] - span[0] + 1) - 1))
-    marks: list[Mark] = []
+    marks: list[ChartMark] = []
     for step, kinds in sorted(counts.items()):
         base = HEIGHT - MARGIN
         for kind, count in sorted(kinds.items()):
-            height = (HEIGHT - 2 * MARGIN) * count / most
+            height = (HEIGHT - 2 * MARGIN) * count / highest
             base -= height
-            marks.append(Mark(step, _across(step, *span) - width / 2, base, width, height, kind, count))
+            marks.append(ChartMark(step, _across(step, *span) - width / 2, base, width, height, kind, count))
     return marks
 
 
-def strip(rewards: Sequence[float | None], low: float, high: float) -> Sequence[Mark]:
+def strip(rewards: Sequence[float | None], low: float, high: float) -> Sequence[ChartMark]:
     """Dots of a group's episodes by reward; those without a reward stand at the left end."""
-    taken: Counter[int] = Counter()
-    marks: list[Mark] = []
-    left = 4 * DOT
+    column_counts: Counter[int] = Counter()
+    marks: list[ChartMark] = []
+    left_margin = 4 * DOT
     for place, reward in enumerate(rewards):
         share = 0.0 if reward is None else (reward - low) / (high - low) if high > low else 0.5
-        x = DOT if reward is None else left + (STRIP_WIDTH - left - 2 * DOT) * share
+        x = DOT if reward is None else left_margin + (STRIP_WIDTH - left_margin - 2 * DOT) * share
         column = round(x / (2 * DOT))
-        layer = taken[column]
-        taken[column] += 1
+        layer = column_counts[column]
+        column_counts[column] += 1
         right = layer // LAYERS * DOT
-        marks.append(Mark(place, min(x + right, STRIP_WIDTH - DOT), STRIP_HEIGHT - DOT - layer % LAYERS * 2 * DOT))
+        marks.append(ChartMark(place, min(x + right, STRIP_WIDTH - DOT), STRIP_HEIGHT - DOT - layer % LAYERS * 2 * DOT))
     return marks

@@ -65,8 +65,10 @@ def exchanges(episode: Episode, prompt: int) -> Sequence[Exchange]:
     matched: Sequence[Turn | None] = turns if len(turns) == len(begins) else [None] * len(begins)
     ends = [*begins[1:], len(episode.messages)]
     opening = _exchange(episode, 0, begins[0] if begins else len(episode.messages), None)
-    later = [_exchange(episode, start, end, turn) for start, end, turn in zip(begins, ends, matched, strict=True)]
-    return [opening, *later]
+    turn_exchanges = [
+        _exchange(episode, start, end, turn) for start, end, turn in zip(begins, ends, matched, strict=True)
+    ]
+    return [opening, *turn_exchanges]
 
 
 def _begins(message: Mapping[str, Any], number: int, prompt: int) -> bool:
@@ -99,17 +101,17 @@ def text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, indent=1)
 
 
-def cut(whole: str) -> str:
+def cut(text: str) -> str:
     """The beginning of a text, with the number of characters that are left out."""
-    return whole if len(whole) <= LONGEST else f"{whole[:LONGEST]} [{len(whole) - LONGEST} more characters]"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} [{len(text) - LONGEST} more characters]"
 
 
-def difference_place(left: Sequence[Exchange], one: Episode, other: Episode | None) -> int | None:
+def difference_place(conversation: Sequence[Exchange], one: Episode, other: Episode | None) -> int | None:
     """Number of the exchange with the first different message; None if all are equal, or nothing is beside it."""
     first = None if other is None else first_difference(one, other)
     if first is None:
         return None
-    return max((number for number, each in enumerate(left) if each.start <= first), default=0)
+    return max((number for number, exchange in enumerate(conversation) if exchange.start <= first), default=0)
 
 
 def aligned(
@@ -126,10 +128,10 @@ def aligned(
     return [
         AlignedTurn(
             number=number,
-            left=one,
-            right=other,
+            left=left_exchange,
+            right=right_exchange,
             differs=number == differs,
-            opened=one is not None and one.turn is not None and one.turn.index == opened,
+            opened=left_exchange is not None and left_exchange.turn is not None and left_exchange.turn.index == opened,
         )
-        for number, (one, other) in enumerate(zip_longest(left, right))
+        for number, (left_exchange, right_exchange) in enumerate(zip_longest(left, right))
     ]

@@ -40,22 +40,28 @@ class EpisodeAddress:
         return next((name for name in names if name is not None and digest(name) == self.digest), None)
 
 
-def episode_facts(reader: EpisodeReader, named: EpisodeAddress, *, earlier: bool) -> dict[str, Any] | None:
+def episode_facts(
+    reader: EpisodeReader, episode_address: EpisodeAddress, *, beside_earlier: bool
+) -> dict[str, Any] | None:
     """An episode beside the best sibling of its group, or beside an earlier attempt at the scenario; None if there is
     no such episode.
     """
-    stored = reader.read(named.batch, named.digest)
+    stored = reader.read(episode_address.batch, episode_address.digest)
     if stored is None:
         return None
     sibling = best_sibling(stored.episode, stored.group.episodes)
-    before = reader.earlier(stored) if earlier or sibling is None else None
-    beside, batch = (before.episode, Batch(before.purpose, before.step)) if before else (sibling, named.batch)
+    predecessor = reader.earlier(stored) if beside_earlier or sibling is None else None
+    beside, batch = (
+        (predecessor.episode, Batch(predecessor.purpose, predecessor.step))
+        if predecessor
+        else (sibling, episode_address.batch)
+    )
     prompt = len(stored.group.scenario.messages)
     left, right = exchanges(stored.episode, prompt), () if beside is None else exchanges(beside, prompt)
     differs = difference_place(left, stored.episode, beside)
     turn = None if differs is None else left[differs].turn
     verdict = verdict_of(stored.episode, None if turn is None else turn.index)
-    names = [each.id for each in stored.group.episodes]
+    names = [episode.id for episode in stored.group.episodes]
     place = names.index(stored.episode.id)
     return {
         "stored": stored,
@@ -64,8 +70,8 @@ def episode_facts(reader: EpisodeReader, named: EpisodeAddress, *, earlier: bool
         "turns": aligned(left, right, differs=differs, opened=verdict.turn),
         "beside": beside,
         "beside_batch": batch,
-        "beside_words": _beside_words(stored, beside, before),
-        "earlier": earlier,
+        "beside_words": _beside_words(stored, beside, predecessor),
+        "earlier": beside_earlier,
         "label": reader.labels.get(stored.episode.id),
         "previous": names[place - 1] if place else None,
         "next": names[place + 1] if place + 1 < len(names) else None,
@@ -78,9 +84,9 @@ def _beside_words(stored: StoredEpisode, beside: Episode | None, before: StoredE
     return "nothing to compare with" if beside is None else "the best other episode of its group"
 
 
-def token_facts(place: EpisodePlace, named: EpisodeAddress, row: int, begin: int) -> dict[str, Any] | None:
+def token_facts(place: EpisodePlace, episode_address: EpisodeAddress, row: int, begin: int) -> dict[str, Any] | None:
     """A page of tokens of one row; None if there is no such episode or row."""
-    stored = EpisodeReader(place.store).read(named.batch, named.digest)
+    stored = EpisodeReader(place.store).read(episode_address.batch, episode_address.digest)
     if stored is None or not 0 <= row < max(1, len(stored.episode.rows)):
         return None
     rows = row_tokens(stored.episode, stored.stored.tokens.get(stored.episode.id))

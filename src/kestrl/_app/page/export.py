@@ -20,7 +20,7 @@ MOST_PAGES = 20_000
 """Pages of an exported folder."""
 
 
-class Snapshot(Library):
+class LibrarySnapshot(Library):
     """A library whose runs are looked up once.
 
     Args:
@@ -59,13 +59,13 @@ def export_pages(library: Library, folder: Path) -> int:
             raise UserInputError(f"--export: {folder} is not empty; name a new folder")
         for name in ASSETS:
             (folder / name).write_bytes((FILES / name).read_bytes())
-        return _write_pages(Pages(Snapshot(library), labels=False, reader_of=cache(EpisodeReader)), folder)
+        return _write_pages(Pages(LibrarySnapshot(library), labels=False, reader_of=cache(EpisodeReader)), folder)
     except OSError as error:
         raise PlaceError(f"--export: {folder} cannot be written: {error.strerror}; name another folder") from error
 
 
 def _write_pages(pages: Pages, folder: Path) -> int:
-    seen, waiting = {"/"}, deque(["/"])
+    seen_addresses, waiting = {"/"}, deque(["/"])
     while waiting:
         address = waiting.popleft()
         linked: list[str] = []
@@ -73,12 +73,12 @@ def _write_pages(pages: Pages, folder: Path) -> int:
         path = folder / file_of(address)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
-        further = [each for each in dict.fromkeys(linked) if each not in seen]
-        seen.update(further)
+        further = [target for target in dict.fromkeys(linked) if target not in seen_addresses]
+        seen_addresses.update(further)
         waiting.extend(further)
-        if len(seen) > MOST_PAGES:
+        if len(seen_addresses) > MOST_PAGES:
             raise UserInputError(f"--export: there are more than {MOST_PAGES} pages; name one run")
-    return len(seen)
+    return len(seen_addresses)
 
 
 def _link(source: str, linked: list[str]) -> Link:

@@ -106,11 +106,17 @@ class SingleRun(Library):
 
 def _facts_of_run(name: str, run: RunDir) -> RunFacts:
     try:
-        seen = observe(run)
+        observed_run = observe(run)
     except KestrlError as error:  # one damaged run hides no other
         return RunFacts(name=name, state="unreadable", problem=str(error))
-    state = None if seen.record is None else seen.record.state
-    return _facts(name, seen.summary, state, state=str(seen.state), live=seen.state is LocalRunState.RUNNING)
+    state = None if observed_run.record is None else observed_run.record.state
+    return _facts(
+        name,
+        observed_run.summary,
+        state,
+        state=str(observed_run.state),
+        live=observed_run.state is LocalRunState.RUNNING,
+    )
 
 
 def _facts(name: str, summary: RunSummary | None, last: RunState | None, *, state: str, live: bool) -> RunFacts:

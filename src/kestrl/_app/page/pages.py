@@ -80,8 +80,11 @@ class Pages:
         parts = re.fullmatch(EPISODE, address)
         if parts is None:
             raise PageNotFound
-        place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        episode = named.id_in(place.store)
+        place, episode_address = (
+            self._place(parts),
+            EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"]),
+        )
+        episode = episode_address.id_in(place.store)
         if episode is None:
             raise PageNotFound
         return place.store, episode
@@ -123,19 +126,27 @@ class Pages:
 
     def _episode(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
         del query
-        place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        page_facts = episode_facts(self._reader_of(place.store), named, earlier=parts["earlier"] is not None)
+        place, episode_address = (
+            self._place(parts),
+            EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"]),
+        )
+        page_facts = episode_facts(
+            self._reader_of(place.store), episode_address, beside_earlier=parts["earlier"] is not None
+        )
         if page_facts is None:
             raise PageNotFound
         labels = self._labels and not manner.static
-        return render("episode.html", manner=manner, named=named, may_label=labels, live=False, **page_facts)
+        return render("episode.html", manner=manner, named=episode_address, may_label=labels, live=False, **page_facts)
 
     def _tokens(self, parts: re.Match[str], query: Query, manner: Manner) -> str:
-        place, named = self._place(parts), EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"])
-        page_facts = token_facts(place, named, _whole(query.get("row")), _whole(query.get("from")))
+        place, episode_address = (
+            self._place(parts),
+            EpisodeAddress(unquote(parts["run"]), _batch(parts), parts["digest"]),
+        )
+        page_facts = token_facts(place, episode_address, _whole(query.get("row")), _whole(query.get("from")))
         if page_facts is None or manner.static:
             raise PageNotFound
-        return render("tokens.html", manner=manner, named=named, live=False, **page_facts)
+        return render("tokens.html", manner=manner, named=episode_address, live=False, **page_facts)
 
 
 def _batch(parts: re.Match[str]) -> Batch:

@@ -56,7 +56,7 @@ class EpisodeReader:
 
     def read(self, batch: Batch, episode: str) -> StoredEpisode | None:
         """The episode with the beginning of the digest of its id, with its group; None if there is none."""
-        names = [each for each in self._names_of(batch) if digest(each.episode) == episode]
+        names = [name for name in self._names_of(batch) if digest(name.episode) == episode]
         return self._best(batch, names)
 
     def earlier(self, stored: StoredEpisode) -> StoredEpisode | None:
@@ -64,18 +64,18 @@ class EpisodeReader:
         steps = [step for step in self._steps_of(stored.purpose) if step < stored.step]
         for step in islice(reversed(steps), LOOKED_BACK):
             batch = Batch(stored.purpose, step)
-            names = [each for each in self._names_of(batch) if each.scenario == stored.episode.scenario_id]
+            names = [name for name in self._names_of(batch) if name.scenario == stored.episode.scenario_id]
             if (attempt := self._best(batch, names)) is not None:
                 return attempt
         return None
 
     def _best(self, batch: Batch, names: Sequence[EpisodeName]) -> StoredEpisode | None:
         """The episode with the largest reward among those of a batch."""
-        ids = {each.episode for each in names}
-        groups = [self._group(batch, place) for place in dict.fromkeys(each.group for each in names)]
-        every = EpisodeBatch(purpose=batch.purpose, step=batch.step, stored=[each for each in groups if each])
-        some = (each for each in select_in(every, EpisodeFilter()) if each.episode.id in ids)
-        return max(some, key=_earned, default=None)
+        ids = {attempt.episode for attempt in names}
+        groups = [self._group(batch, place) for place in dict.fromkeys(attempt.group for attempt in names)]
+        every = EpisodeBatch(purpose=batch.purpose, step=batch.step, stored=[attempt for attempt in groups if attempt])
+        attempts = (attempt for attempt in select_in(every, EpisodeFilter()) if attempt.episode.id in ids)
+        return max(attempts, key=_earned, default=None)
 
     def _steps_of(self, purpose: Purpose) -> Sequence[int]:
         if purpose not in self._steps:
@@ -106,11 +106,11 @@ def _earned(stored: StoredEpisode) -> float:
     return float("-inf") if stored.episode.reward is None else stored.episode.reward
 
 
-def _kept(kept: OrderedDict[Key, Kept], key: Key, read: Callable[[], Kept], most: int) -> Kept:
+def _kept(cache: OrderedDict[Key, Kept], key: Key, load: Callable[[], Kept], most: int) -> Kept:
     """What is kept under a key, read if it is missing; the least recently used goes."""
-    if key not in kept:
-        kept[key] = read()
-    kept.move_to_end(key)
-    while len(kept) > most:
-        kept.popitem(last=False)
-    return kept[key]
+    if key not in cache:
+        cache[key] = load()
+    cache.move_to_end(key)
+    while len(cache) > most:
+        cache.popitem(last=False)
+    return cache[key]

@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrl._app.episodes.labels import read_labels
 from kestrl._app.episodes.reading import Batch
-from kestrl._app.page.charts import Mark, strip
+from kestrl._app.page.charts import ChartMark, strip
 from kestrl._app.page.filters import FILTERS, filter_of
 from kestrl._app.page.steps import step_rows
 from kestrl.storage import ObjectStore
@@ -37,7 +37,7 @@ class GroupStrip:
     spread: float
     """Largest minus smallest reward."""
     failed: int
-    dots: Sequence[Mark]
+    dots: Sequence[ChartMark]
 
 
 def step_facts(store: ObjectStore, batch: Batch, begin: int) -> dict[str, Any] | None:
@@ -95,7 +95,7 @@ def strips(rows: Sequence[Row]) -> Sequence[GroupStrip]:
     """The groups of rows in the order of the page."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     span = (min(rewards, default=0.0), max(rewards, default=0.0))
-    groups = [_strip(list(each), span) for _, each in groupby(rows, key=lambda row: row["group_index"])]
+    groups = [_strip(list(group_rows), span) for _, group_rows in groupby(rows, key=lambda row: row["group_index"])]
     return sorted(groups, key=lambda group: (-group.spread, -group.failed, group.group))
 
 

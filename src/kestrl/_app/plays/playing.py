@@ -9,7 +9,7 @@ from typing import Any
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import interpreter_of, planned_settings
 from kestrl._app.plays.reports import read_report
-from kestrl._app.plays.verdict import Verdict, verdict
+from kestrl._app.plays.verdict import PlaysVerdict, verdict
 from kestrl._shared.checking import PlayedCheck, PlaysCheck, Report, ask
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.settings.common import DataSettings
@@ -24,7 +24,7 @@ PLAYS = 8
 """Plays of a row, each of which has several calls."""
 
 
-def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports: Sequence[Path] = ()) -> Verdict:
+def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports: Sequence[Path] = ()) -> PlaysVerdict:
     """What plays of the first training rows say, and the reports of other checks.
 
     Args:
@@ -39,7 +39,7 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports
             episodes itself and there is no report of it.
     """
     spec = job.spec
-    reported = Verdict()
+    reported = PlaysVerdict()
     for path in reports:
         reported.add(read_report(path))
     train, environment = spec.data.train, spec.environment
@@ -72,7 +72,7 @@ def plays_of(job: AgentRLJob, *, base: Path, cache_dir: Path, rows: int, reports
     check = PlayedCheck(judge=judge, data=data, max_turns=spec.agent.max_turns, rows=tuple(played))
     seconds = START_SECONDS + rows * PLAYS * sum(reward.timeout for reward in spec.rewards)
     scores = _facts(ask("kestrl_judge.plays", check, subject="spec.rewards", seconds=seconds))
-    plays_verdict = verdict(played, scores["rows"]) if scores["rules"] else Verdict()
+    plays_verdict = verdict(played, scores["rows"]) if scores["rules"] else PlaysVerdict()
     if scores["left_out"]:
         names = ", ".join(scores["left_out"])
         plays_verdict.warnings.append(f"spec.rewards: {names} ask a judge model and were left out")

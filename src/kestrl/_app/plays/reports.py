@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kestrl._app.plays.verdict import Verdict, named
+from kestrl._app.plays.verdict import PlaysVerdict, named
 from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_list, is_mapping
 
@@ -28,7 +28,7 @@ MOST_TEXT = 300
 Object = Mapping[str, Any]
 
 
-def read_report(path: Path) -> Verdict:
+def read_report(path: Path) -> PlaysVerdict:
     """The findings of a report: a folder of vf-validate, its results.jsonl, or the JSON of `openenv validate`.
 
     Raises:
@@ -80,8 +80,8 @@ def _rows(file: Path, text: str) -> list[Object]:
     return rows
 
 
-def _of_verifiers(file: Path, rows: Sequence[Object], summary: Object) -> Verdict:
-    verdict = Verdict()
+def _of_verifiers(file: Path, rows: Sequence[Object], summary: Object) -> PlaysVerdict:
+    verdict = PlaysVerdict()
     problems: dict[str, list[str]] = {}
     unchecked: list[str] = []
     for row in rows:
@@ -94,8 +94,8 @@ def _of_verifiers(file: Path, rows: Sequence[Object], summary: Object) -> Verdic
             if reason == "invalid":
                 problems.setdefault(f"{invalid} (vf-validate)", []).append(place)
             elif reason in ("error", "timeout"):
-                why = f"{part.get('error_type') or reason}: {part.get('error') or ''}".strip(": ")[:MOST_TEXT]
-                problems.setdefault(f"{played} failed (vf-validate): {why}", []).append(place)
+                error_text = f"{part.get('error_type') or reason}: {part.get('error') or ''}".strip(": ")[:MOST_TEXT]
+                problems.setdefault(f"{played} failed (vf-validate): {error_text}", []).append(place)
             elif reason == "unchecked":
                 unchecked.append(place)
     verdict.problems += named(problems)
@@ -103,8 +103,8 @@ def _of_verifiers(file: Path, rows: Sequence[Object], summary: Object) -> Verdic
         verdict.warnings += named({"vf-validate had nothing to check": unchecked})
     outcomes: object = summary.get("outcomes")
     if is_mapping(outcomes) and outcomes.get("missing"):
-        missing = f"{outcomes['missing']} of {summary.get('total')}"
-        verdict.warnings.append(f"the report of vf-validate is missing {missing} tasks; go on with --resume")
+        missing_count = f"{outcomes['missing']} of {summary.get('total')}"
+        verdict.warnings.append(f"the report of vf-validate is missing {missing_count} tasks; go on with --resume")
     return verdict
 
 
@@ -122,9 +122,9 @@ def _parts(file: Path, row: Object) -> Iterator[tuple[str, Object]]:
         raise _unknown(file)
 
 
-def _of_openenv(file: Path, report: Object) -> Verdict:
+def _of_openenv(file: Path, report: Object) -> PlaysVerdict:
     """Findings by checks. How severe each is stands in no report, only whether all together fail."""
-    verdict = Verdict()
+    verdict = PlaysVerdict()
     findings = verdict.problems if report["verdict"] == "fail" else verdict.warnings
     skipped: list[str] = []
     for check in report["results"]:
@@ -143,9 +143,9 @@ def _of_openenv(file: Path, report: Object) -> Verdict:
     return verdict
 
 
-def _of_server(file: Path, report: Object) -> Verdict:
+def _of_server(file: Path, report: Object) -> PlaysVerdict:
     """Findings of `openenv validate --url`."""
-    verdict = Verdict()
+    verdict = PlaysVerdict()
     for criterion in report["criteria"]:
         if not is_mapping(criterion) or not isinstance(criterion.get("passed"), bool):
             raise _unknown(file)

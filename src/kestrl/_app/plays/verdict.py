@@ -21,7 +21,7 @@ WORDS: Mapping[str, str] = {
 
 
 @dataclass(slots=True)
-class Verdict:
+class PlaysVerdict:
     """What the plays of a job have shown."""
 
     problems: list[str] = field(default_factory=list[str])
@@ -30,7 +30,7 @@ class Verdict:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """Lowest and highest reward of each kind of play."""
 
-    def add(self, other: Verdict) -> None:
+    def add(self, other: PlaysVerdict) -> None:
         """Adds the findings of another check."""
         self.problems += other.problems
         self.warnings += other.warnings
@@ -45,24 +45,24 @@ class Verdict:
         return ", ".join(f"{word} earns {earned}" for word, earned in earnings)
 
 
-def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, Sequence[float | str]]]) -> Verdict:
+def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, Sequence[float | str]]]) -> PlaysVerdict:
     """Decides on plays. Pure.
 
     Args:
         played: What was played of each row: its place, its plays by kind, its solution, and whether episodes are apart.
         scored: The reward of each play, or why it has none, by kind and row.
     """
-    judgement = Verdict()
+    judgement = PlaysVerdict()
     places = [str(row["place"]) for row in played]
-    rewards = [{name: _numbers(each) for name, each in row.items()} for row in scored]
+    rewards = [{name: _numbers(play_rewards) for name, play_rewards in row.items()} for row in scored]
     failed: dict[str, list[str]] = {}
     for place, row in zip(places, scored, strict=True):
         for name, several in row.items():
-            for reason in dict.fromkeys(each for each in several if isinstance(each, str)):
+            for reason in dict.fromkeys(play_rewards for play_rewards in several if isinstance(play_rewards, str)):
                 failed.setdefault(f"{WORDS[name]} has no reward: {reason}", []).append(place)
     judgement.problems += named(failed)
     for name in WORDS:
-        earned = [each for row in rewards for each in row.get(name, ())]
+        earned = [play_rewards for row in rewards for play_rewards in row.get(name, ())]
         if earned:
             judgement.ranges[name] = (min(earned), max(earned))
     judgement.problems += named(_differing(played, rewards))
@@ -75,66 +75,66 @@ def verdict(played: Sequence[Mapping[str, Any]], scored: Sequence[Mapping[str, S
 
 
 def _numbers(several: Sequence[float | str]) -> list[float]:
-    return [float(each) for each in several if not isinstance(each, str)]
+    return [float(reward) for reward in several if not isinstance(reward, str)]
 
 
 def _differing(
     played: Sequence[Mapping[str, Any]], rewards: Sequence[Mapping[str, Sequence[float]]]
 ) -> dict[str, list[str]]:
     """What is not the same for the same play."""
-    found: dict[str, list[str]] = {}
+    findings: dict[str, list[str]] = {}
     for row, earned in zip(played, rewards, strict=True):
         place = str(row["place"])
         for name, several in earned.items():
             if several and max(several) - min(several) > TOLERANCE:
-                found.setdefault(f"{WORDS[name]} earns another reward the second time", []).append(place)
+                findings.setdefault(f"{WORDS[name]} earns another reward the second time", []).append(place)
         prompts = {play["prompt"] for several in row["plays"].values() for play in several if "failure" not in play}
         if len(prompts) > 1:
-            found.setdefault("reset shows something else the second time", []).append(place)
+            findings.setdefault("reset shows something else the second time", []).append(place)
         if not row["apart"]:
-            found.setdefault("an episode is changed by another one that is played beside it", []).append(place)
-    return found
+            findings.setdefault("an episode is changed by another one that is played beside it", []).append(place)
+    return findings
 
 
 def _order(places: Sequence[str], rewards: Sequence[Mapping[str, Sequence[float]]]) -> Iterator[str]:
     """Rows in which a worse play earns as much as a better one."""
-    found: dict[str, list[str]] = {}
+    findings: dict[str, list[str]] = {}
     highest = max((max(row[SOLUTION]) for row in rewards if row.get(SOLUTION)), default=None)
     for place, row in zip(places, rewards, strict=True):
         nothing, trying, solution = (row.get(name) or None for name in (NOTHING, TRYING, SOLUTION))
         if nothing and solution and max(nothing) >= min(solution) - TOLERANCE:
-            found.setdefault("doing nothing earns as much as the solution", []).append(place)
+            findings.setdefault("doing nothing earns as much as the solution", []).append(place)
         elif nothing and trying and min(nothing) > max(trying) + TOLERANCE:
-            found.setdefault("doing nothing earns more than a wrong answer", []).append(place)
+            findings.setdefault("doing nothing earns more than a wrong answer", []).append(place)
         if solution and trying and max(trying) >= min(solution) - TOLERANCE:
-            found.setdefault("a wrong answer earns as much as the solution", []).append(place)
+            findings.setdefault("a wrong answer earns as much as the solution", []).append(place)
         if solution and highest is not None and min(solution) < highest - TOLERANCE:
-            found.setdefault(f"the solution does not earn the maximum, which is {highest:g}", []).append(place)
-    yield from named(found)
+            findings.setdefault(f"the solution does not earn the maximum, which is {highest:g}", []).append(place)
+    yield from named(findings)
 
 
 def _constant(ranges: Mapping[str, tuple[float, float]]) -> Iterator[str]:
     """One reward for all plays of all rows, from which nothing can be learned. Where no solution was played, 0 is what
     the others should earn.
     """
-    values = {each for pair in ranges.values() for each in pair}
+    values = {reward for pair in ranges.values() for reward in pair}
     if len(values) == 1 and (SOLUTION in ranges or values != {0.0}):
         yield f"every play of every row earns {values.pop():g}, so that there is nothing to learn from"
 
 
 def _leaks(played: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    findings: dict[str, list[str]] = {}
     for row in played:
-        texts = [each.strip() for each in row["solution"] or () if isinstance(each, str)]
+        texts = [solution_text.strip() for solution_text in row["solution"] or () if isinstance(solution_text, str)]
         prompts = [play["prompt"] for play in row["plays"][NOTHING] if "failure" not in play]
         prompt_text = str(row.get("prompt", "")) + "".join(prompts[:1])
         if any(len(text) >= SHORTEST_SOLUTION and text in prompt_text for text in texts):
-            found.setdefault("the solution stands in the prompt", []).append(str(row["place"]))
-    return found
+            findings.setdefault("the solution stands in the prompt", []).append(str(row["place"]))
+    return findings
 
 
-def named(found: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def named(findings: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Findings with the rows in which they are."""
-    for what, places in found.items():
-        more = len(places) - MOST_NAMED
-        yield f"{what}: at {', '.join(places[:MOST_NAMED])}" + (f" and {more} more rows" if more > 0 else "")
+    for finding, places in findings.items():
+        unlisted = len(places) - MOST_NAMED
+        yield f"{finding}: at {', '.join(places[:MOST_NAMED])}" + (f" and {unlisted} more rows" if unlisted > 0 else "")

@@ -47,8 +47,10 @@ class MLflowFollower:
     name = "mlflow"
 
     def __init__(self, tracking: MLflowTracking, credentials: Callable[[], Mapping[str, str]], base: Path) -> None:
-        if missing := [package for package in PACKAGES if find_spec(package) is None]:
-            raise UserInputError(f"spec.telemetry.mlflow needs {', '.join(missing)}: pip install 'kestrl[push]'")
+        if missing_packages := [package for package in PACKAGES if find_spec(package) is None]:
+            raise UserInputError(
+                f"spec.telemetry.mlflow needs {', '.join(missing_packages)}: pip install 'kestrl[push]'"
+            )
         scheme, _, place = tracking.uri.partition("///")
         uri = f"sqlite:///{(base / place).resolve()}" if scheme == "sqlite:" else tracking.uri
         self._tracking, self._credentials = tracking.model_copy(update={"uri": uri}), credentials
@@ -76,12 +78,12 @@ class MLflowFollower:
         target = ["--to", "mlflow", "--uri", tracking.uri, *experiment, "--sample", f"{tracking.sample:g}"]
         return ["push", run.id, "--runs", str(run.path.parent), *target]
 
-    async def _push(self, run: RunDir, report: Report, *more: str) -> tuple[int, str]:
+    async def _push(self, run: RunDir, report: Report, *options: str) -> tuple[int, str]:
         """Exit status and last line of `kestrl push`."""
         log = Log(run.path / "logs" / f"{self.name}.log")
         last = ""
         try:
-            async with self._started(run, *more) as process:
+            async with self._started(run, *options) as process:
                 assert process.stdout is not None
                 async for line in process.stdout:
                     log.write(line)
@@ -96,13 +98,13 @@ class MLflowFollower:
             log.close()
 
     @asynccontextmanager
-    async def _started(self, run: RunDir, *more: str) -> AsyncGenerator[asyncio.subprocess.Process]:
+    async def _started(self, run: RunDir, *options: str) -> AsyncGenerator[asyncio.subprocess.Process]:
         """The program, under a process guard. At the end of the block it and all below it have ended."""
         read_end, pipe = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *guard_command(
-                    read_end, [sys.executable, "-m", PROGRAM, *self._arguments(run), *more], grace=STOP_SECONDS
+                    read_end, [sys.executable, "-m", PROGRAM, *self._arguments(run), *options], grace=STOP_SECONDS
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

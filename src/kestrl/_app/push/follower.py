@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from kestrl._app.episodes.places import EpisodePlace
 from kestrl._app.push.cursor import Cursor
 from kestrl._app.push.parts import DAMAGED as METRICS_DAMAGED
-from kestrl._app.push.parts import Kind, Part, parts_of, record_of
+from kestrl._app.push.parts import PartKind, RunPart, parts_of, record_of
 from kestrl._app.push.target import PartRefused, PushedRun, Target, TargetUnavailable
 from kestrl._shared.backoff import Backoff
 from kestrl.errors import PlaceError, StorageError, StorageUnavailable, UserInputError
@@ -29,7 +29,7 @@ WAITING, LEFT_OUT, RECOVERED = "waiting: ", "not sent: ", "it answers again"
 
 
 @dataclass(slots=True)
-class Sent:
+class SentParts:
     """What was sent, and what could not be read."""
 
     parts: int = 0
@@ -67,12 +67,12 @@ class Follower:
     ) -> None:
         self._place, self._run, self._target, self._cursor = place, run, target, cursor
         self._sample, self._say = sample, say
-        self.sent = Sent()
+        self.sent = SentParts()
         self._unreadable: dict[str, str] = {}
         """Version of each object that could not be read, by path."""
         self._opened = False
 
-    def push(self, *, follow: bool) -> Sent:
+    def push(self, *, follow: bool) -> SentParts:
         """Sends everything that was not sent; with `follow`, goes on until the run ends, and waits for a target that
         does not answer.
 
@@ -123,7 +123,7 @@ class Follower:
     def _done(self, path: str, tag: str) -> bool:
         return self._cursor.has(path, tag) or self._unreadable.get(path) == tag
 
-    def _send(self, store: ObjectStore, part: Part) -> None:
+    def _send(self, store: ObjectStore, part: RunPart) -> None:
         try:
             self._send_part(store, part)
         except PlaceError:
@@ -142,27 +142,27 @@ class Follower:
             self._cursor.sent(part.path, part.version.tag)
             self.sent.parts += 1
 
-    def _leave_out(self, part: Part, problem: str) -> None:
+    def _leave_out(self, part: RunPart, problem: str) -> None:
         """Reports a part that cannot be read or is refused, and goes on without it until it is written again."""
         self._unreadable[part.path] = part.version.tag
         self.sent.problems.append(problem)
         self._say(f"{LEFT_OUT}{problem}")
 
-    def _send_part(self, store: ObjectStore, part: Part) -> None:
-        if part.kind is Kind.EPISODES:
+    def _send_part(self, store: ObjectStore, part: RunPart) -> None:
+        if part.kind is PartKind.EPISODES:
             batch = self._chosen(ObjectEpisodeStore(store, self._run.id).read(part.purpose, part.step))
             self._target.episodes(batch)
             self.sent.episodes += sum(len(stored.group.episodes) for stored in batch.stored)
             return
         record = record_of(store, part.path)
-        if part.kind is Kind.EVALUATION:
+        if part.kind is PartKind.EVALUATION:
             self._target.evaluation(part.step, record, part.version.modified)
         else:
             self._target.metrics(part.step, record, part.version.modified)
 
     def _chosen(self, batch: EpisodeBatch) -> EpisodeBatch:
-        chosen = [stored for stored in batch.stored if sampled(stored.group.id, self._sample)]
-        return replace(batch, stored=chosen)
+        sampled_groups = [stored for stored in batch.stored if sampled(stored.group.id, self._sample)]
+        return replace(batch, stored=sampled_groups)
 
     def _finish(self, summary: RunSummary, at: float) -> None:
         tag = hashlib.sha256(summary.text().encode()).hexdigest()[:SUMMARY_TAG_DIGITS]

@@ -132,10 +132,10 @@ def _of(model: str) -> str:
 def _result(summary: RunSummary | None) -> Sequence[str]:
     if summary is None or summary.status not in {RunPhase.SUCCEEDED, RunPhase.FAILED}:
         return ["The run has not ended.", ""]
-    ended = [f"The run {summary.status} after {summary.steps} of {summary.total_steps} steps.", ""]
+    status_lines = [f"The run {summary.status} after {summary.steps} of {summary.total_steps} steps.", ""]
     before, after = dict(numbers_of(summary.before or {})), dict(numbers_of(summary.after or {}))
     names = [name for name in after if name in before]
     if not names:
-        return ended
+        return status_lines
     rows = [f"| {name} | {before[name]:.4g} | {after[name]:.4g} |" for name in names]
-    return [*ended, "| held-out questions | before | after |", "|---|---|---|", *rows, ""]
+    return [*status_lines, "| held-out questions | before | after |", "|---|---|---|", *rows, ""]

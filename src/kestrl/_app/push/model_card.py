@@ -86,7 +86,7 @@ def model_card(exported: Exported, repository: str) -> str:
 def _curve(summary: RunSummary | None) -> Iterator[str]:
     """Means of the held-out data at each evaluation."""
     evaluations = () if summary is None else summary.evaluations
-    points = [(each.get("step", 0), dict(numbers_of(each))) for each in evaluations]
+    points = [(evaluation.get("step", 0), dict(numbers_of(evaluation))) for evaluation in evaluations]
     names = [name for name in CURVES if any(name in means for _, means in points)]
     if summary is None or not names:
         return

@@ -17,7 +17,7 @@ DAMAGED = "metrics_damaged"
 """Code of a StorageError: a file is no record of metrics."""
 
 
-class Kind(IntEnum):
+class PartKind(IntEnum):
     """Kinds of parts, in the order of sending within a step."""
 
     EVALUATION = 0
@@ -26,17 +26,17 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RunPart:
     """An object of a run that is sent."""
 
-    kind: Kind
+    kind: PartKind
     purpose: Purpose
     step: int
     path: str
     version: ObjectVersion
 
 
-def parts_of(store: ObjectStore) -> Sequence[Part]:
+def parts_of(store: ObjectStore) -> Sequence[RunPart]:
     """The parts that a run has stored.
 
     Raises:
@@ -51,16 +51,16 @@ def parts_of(store: ObjectStore) -> Sequence[Part]:
     return sorted(parts, key=lambda part: (part.step, part.kind, part.purpose))
 
 
-def _part(path: str, version: ObjectVersion) -> Part | None:
+def _part(path: str, version: ObjectVersion) -> RunPart | None:
     if metrics := layout.metrics_step(path):
         purpose, step = metrics
-        kind = Kind.EVALUATION if purpose is Purpose.EVALUATION else Kind.METRICS
-        return Part(kind=kind, purpose=purpose, step=step, path=path, version=version)
+        kind = PartKind.EVALUATION if purpose is Purpose.EVALUATION else PartKind.METRICS
+        return RunPart(kind=kind, purpose=purpose, step=step, path=path, version=version)
     step_of_batch = layout.episode_step(path)
     if step_of_batch is None:
         return None
     purpose = layout.episode_purpose(path)
-    return Part(kind=Kind.EPISODES, purpose=purpose, step=step_of_batch, path=path, version=version)
+    return RunPart(kind=PartKind.EPISODES, purpose=purpose, step=step_of_batch, path=path, version=version)
 
 
 def record_of(store: ObjectStore, path: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from kestrl._app.interpreters.places import in_use
 from kestrl._app.serving.jobs import ServingJob
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl.engines import Request
 from kestrl.engines.registry import DIALECTS
 
@@ -66,7 +66,7 @@ def endpoint(
 def _component(serving: ServingJob, python: str | None, host: str, port: int, work: Path) -> Component:
     site = Site(
         run=serving.job.metadata.name,
-        endpoint=lambda _role, _index: Endpoint(bind=host, host=host, port=port),
+        endpoint=lambda _role, _index: ReplicaEndpoint(bind=host, host=host, port=port),
         model=serving.model,
         template=serving.template,
         train="",

@@ -52,19 +52,19 @@ def job_of_run(document: Mapping[str, Any] | None, overrides: Sequence[str], bas
     return ServingJob(job=job, base=base, model=model, template=file, tool_calls=calls)
 
 
-def written_format(model: str, template: str | None, named: str | None) -> str | None:
+def written_format(model: str, template: str | None, format_name: str | None) -> str | None:
     """Name of the built-in format in which a model writes calls of tools: the named one, or that of its chat template.
 
     Args:
         model: Folder or Hugging Face id of the model.
         template: File of the chat template; None for the model's own.
-        named: Format that the job names.
+        format_name: Format that the job names.
 
     Raises:
         UserInputError: Tokenizer or template cannot be used.
     """
-    if named is not None:
-        return named if named in BUILT_IN else None
+    if format_name is not None:
+        return format_name if format_name in BUILT_IN else None
     from kestrl._shared.text.chat_model import load_model  # a tokenizer's library is slow to import
 
     chat = load_model(model, template, tools=False, started=datetime.now(tz=UTC))

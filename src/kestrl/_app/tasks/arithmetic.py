@@ -25,7 +25,7 @@ LARGEST = 99
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ArithmeticProblem:
     """Numbers and the operators between them."""
 
     operands: tuple[int, ...]
@@ -39,8 +39,8 @@ class Problem:
     @property
     def expression(self) -> str:
         """The problem in Python, such as 12 * 34 - 5."""
-        rest = zip(self.operators, self.operands[1:], strict=True)
-        return str(self.operands[0]) + "".join(f" {operator} {number}" for operator, number in rest)
+        pairs = zip(self.operators, self.operands[1:], strict=True)
+        return str(self.operands[0]) + "".join(f" {operator} {number}" for operator, number in pairs)
 
     @property
     def answer(self) -> int:
@@ -54,13 +54,13 @@ class Problem:
         return sum(terms)
 
 
-def _drawn(rng: random.Random) -> Problem:
+def _drawn(rng: random.Random) -> ArithmeticProblem:
     count = rng.randint(2, 3)
     operands = tuple(rng.randint(2, LARGEST) for _ in range(count))
-    return Problem(operands, tuple(rng.choice(OPERATORS) for _ in range(count - 1)))
+    return ArithmeticProblem(operands, tuple(rng.choice(OPERATORS) for _ in range(count - 1)))
 
 
-def problems(split: str, *, seed: int, size: int) -> Iterator[Problem]:
+def problems(split: str, *, seed: int, size: int) -> Iterator[ArithmeticProblem]:
     """Distinct problems; the first ones do not depend on the size.
 
     Args:
@@ -117,8 +117,8 @@ def transcripts(split: str, *, seed: int, size: int, mistakes: float = 0.0) -> l
     ]
 
 
-def _transcript(question: str, calculated: Problem) -> dict[str, Any]:
-    said = (
+def _transcript(question: str, calculated: ArithmeticProblem) -> dict[str, Any]:
+    answer_text = (
         f"<code>\n```python\nprint({calculated.expression})\n```\n</code>\n"
         f"<interpreter>\n{calculated.answer}\n</interpreter>\n"
         f"<answer>\n\\boxed{{{calculated.answer}}}\n</answer>"
@@ -126,17 +126,17 @@ def _transcript(question: str, calculated: Problem) -> dict[str, Any]:
     return {
         "messages": [
             {"role": "user", "content": f"*user question:*\n{question}"},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": answer_text},
         ]
     }
 
 
-def _mistaken(problem: Problem, rng: random.Random) -> Problem:
+def _mistaken(problem: ArithmeticProblem, rng: random.Random) -> ArithmeticProblem:
     """The problem with one other operator."""
     place = rng.randrange(len(problem.operators))
-    other = rng.choice(OPERATORS.replace(problem.operators[place], ""))
-    changed = (*problem.operators[:place], other, *problem.operators[place + 1 :])
-    return Problem(problem.operands, changed)
+    wrong_operator = rng.choice(OPERATORS.replace(problem.operators[place], ""))
+    changed = (*problem.operators[:place], wrong_operator, *problem.operators[place + 1 :])
+    return ArithmeticProblem(problem.operands, changed)
 
 
 def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
@@ -147,11 +147,11 @@ def provide(path: str, size: int, seed: int, cache_dir: Path) -> Path:
     """
     kind, _, percent = path.partition("/")
     if kind == TRANSCRIPTS and percent.isdecimal() and int(percent) <= 100:
-        made = transcripts("train", seed=seed, size=size, mistakes=int(percent) / 100)
+        generated_rows = transcripts("train", seed=seed, size=size, mistakes=int(percent) / 100)
     elif path in SPLITS:
-        made = rows(path, seed=seed, size=size)
+        generated_rows = rows(path, seed=seed, size=size)
     else:
         raise UserInputError(f"demo://arithmetic/{path}: give train, validation, or transcripts/PERCENT")
     file = cache_dir / f"arithmetic-{path.replace('/', '-')}-{seed}-{size}.jsonl"
-    write_rows(file, made)
+    write_rows(file, generated_rows)
     return file

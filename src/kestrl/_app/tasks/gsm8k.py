@@ -47,10 +47,10 @@ def ground_truth(answer: str) -> str:
     Raises:
         ValueError: The answer does not end in `#### NUMBER`.
     """
-    found = _ANSWER.search(answer)
-    if found is None:
+    match = _ANSWER.search(answer)
+    if match is None:
         raise ValueError("has no final answer '#### NUMBER'")
-    return found[1].replace(",", "")
+    return match[1].replace(",", "")
 
 
 def verl_row(
@@ -71,7 +71,7 @@ def verl_row(
         ValueError: The answer does not end in `#### NUMBER`.
     """
     expected = ground_truth(answer)
-    asked = f"{question} {INSTRUCTION}"
+    query = f"{question} {INSTRUCTION}"
     extra: dict[str, Any] = {"split": split, "index": index, "answer": answer, "question": question}
     if tool is MathTool.REWARD:
         extra["need_tools_kwargs"] = True
@@ -81,10 +81,10 @@ def verl_row(
     return {
         "data_source": source,
         **({"agent_name": "single_turn_agent"} if tool is MathTool.NONE else {}),
-        "prompt": [{"role": "system", "content": SYSTEM_PROMPTS[tool]}, {"role": "user", "content": asked}],
+        "prompt": [{"role": "system", "content": SYSTEM_PROMPTS[tool]}, {"role": "user", "content": query}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": expected},
-        "extra_info": {**extra, "interaction_kwargs": {"query": asked, "ground_truth": expected}},
+        "extra_info": {**extra, "interaction_kwargs": {"query": query, "ground_truth": expected}},
     }
 
 
@@ -117,8 +117,8 @@ def read_gsm8k(
     if problems:
         raise SeveralProblems(problems)
     if not rows or (size is not None and len(rows) < size):
-        wanted = "any" if size is None else f"--size {size}"
-        raise UserInputError(f"{source}: holds {len(rows)} rows after --skip {skip}, not {wanted}; choose fewer")
+        count = "any" if size is None else f"--size {size}"
+        raise UserInputError(f"{source}: holds {len(rows)} rows after --skip {skip}, not {count}; choose fewer")
     return rows
 
 

@@ -38,7 +38,7 @@ _AFTER = {
 """Tags that may follow a tag of a transcript; the empty one is its beginning."""
 
 
-class LeftOut(ValueError):
+class RowLeftOut(ValueError):
     """A row that cannot be converted; the message is the reason, in the same words for equal reasons."""
 
 
@@ -92,26 +92,26 @@ def read_retool(source: Path, *, name: str | None = None, skip: int = 0, size: i
     if first is None:
         raise UserInputError(f"{source}: holds no rows")
     convert = _conversion(source, first[1][1], name or source.stem)
-    found = Converted(convert.what)
+    conversion = Converted(convert.what)
 
     def converted() -> Iterator[dict[str, Any]]:
-        for index, (line, raw) in (row for some in ((first,), rows) for row in some):
+        for index, (line, raw) in (row for part in ((first,), rows) for row in part):
             try:
                 if not is_mapping(raw):
-                    raise LeftOut(f"a row must be an object, is {type(raw).__name__}")
+                    raise RowLeftOut(f"a row must be an object, is {type(raw).__name__}")
                 yield convert(cast("dict[str, Any]", without_nulls(raw)), index)
-            except LeftOut as error:
-                found.left_out.setdefault(str(error), []).append(line)
+            except RowLeftOut as error:
+                conversion.left_out.setdefault(str(error), []).append(line)
 
-    found.rows = list(islice(converted(), skip, None if size is None else skip + size))
-    if not found.rows or (size is not None and len(found.rows) < size):
-        wanted = "any" if size is None else f"--size {size}"
-        reasons = "\n".join(found.lines(source))
+    conversion.rows = list(islice(converted(), skip, None if size is None else skip + size))
+    if not conversion.rows or (size is not None and len(conversion.rows) < size):
+        count = "any" if size is None else f"--size {size}"
+        reasons = "\n".join(conversion.lines(source))
         raise UserInputError(
-            f"{source}: gives {len(found.rows)} rows after --skip {skip}, not {wanted}; choose fewer, or another source"
-            + (f"\n{reasons}" if reasons else "")
+            f"{source}: gives {len(conversion.rows)} rows after --skip {skip}, not {count}; choose fewer, or "
+            "another source" + (f"\n{reasons}" if reasons else "")
         )
-    return found
+    return conversion
 
 
 def _conversion(source: Path, row: object, name: str) -> Conversion:
@@ -135,20 +135,20 @@ class Transcripts:
         try:
             messages = read_messages(columns)
         except RefusedConversation as error:
-            raise LeftOut(str(error)) from error
+            raise RowLeftOut(str(error)) from error
         if [message["role"] for message in messages] != ["user", "assistant"]:
-            raise LeftOut("messages: are not one of the user and one of the assistant")
+            raise RowLeftOut("messages: are not one of the user and one of the assistant")
         if QUESTION not in messages[0]["content"]:
-            raise LeftOut(f"the user's message has no {QUESTION!r}")
+            raise RowLeftOut(f"the user's message has no {QUESTION!r}")
         _check_sections(messages[1]["content"])
         turns = from_retool(messages)
         if turns[-1]["role"] != "assistant" or turns[-1].get("tool_calls"):
-            raise LeftOut("there is no answer after the last result")
+            raise RowLeftOut("there is no answer after the last result")
         for code in (call["function"]["arguments"]["code"] for turn in turns for call in turn.get("tool_calls", ())):
             if not code.strip():
-                raise LeftOut("a <code> section is empty")
+                raise RowLeftOut("a <code> section is empty")
             if code.lstrip().startswith("```"):
-                raise LeftOut("a <code> section has a fence that is not ```python ... ```")
+                raise RowLeftOut("a <code> section has a fence that is not ```python ... ```")
         return {"messages": turns, "tools": [CODE_INTERPRETER]}
 
 
@@ -161,12 +161,12 @@ def _check_sections(text: str) -> None:
     last, end = "", 0
     for tag in _TAG.finditer(text):
         if tag[0] not in _AFTER[last]:
-            raise LeftOut(f"{tag[0]} follows {last or 'no tag'}")
+            raise RowLeftOut(f"{tag[0]} follows {last or 'no tag'}")
         if last == "</code>" and text[end : tag.start()].strip():
-            raise LeftOut("there is text between </code> and <interpreter>")
+            raise RowLeftOut("there is text between </code> and <interpreter>")
         last, end = tag[0], tag.end()
     if last not in {"", "</interpreter>", "</answer>"}:
-        raise LeftOut(f"the text ends after {last}")
+        raise RowLeftOut(f"the text ends after {last}")
 
 
 class Questions:
@@ -184,32 +184,32 @@ class Questions:
         row = self._of_problem(columns, index) or _of_prompt(columns, index)
         usable, problems = columns_as_json(row)
         try:
-            made = None if problems else scenario(usable, index)
+            parsed_scenario = None if problems else scenario(usable, index)
         except BadRow as error:
             problems = list(error.problems)
-            made = None
-        if made is None:
-            raise LeftOut(problems[0])
-        question, answer = made.messages[-1]["content"], str(made.ground_truth)
+            parsed_scenario = None
+        if parsed_scenario is None:
+            raise RowLeftOut(problems[0])
+        question, answer = parsed_scenario.messages[-1]["content"], str(parsed_scenario.ground_truth)
         if question in self._answers:
             same = self._answers[question] == answer
-            raise LeftOut("repeats a question" if same else "repeats a question with another answer")
-        if made.id in self._ids:
-            raise LeftOut("extra_info.index: is that of another question")
+            raise RowLeftOut("repeats a question" if same else "repeats a question with another answer")
+        if parsed_scenario.id in self._ids:
+            raise RowLeftOut("extra_info.index: is that of another question")
         self._answers[question] = answer
-        self._ids.add(made.id)
+        self._ids.add(parsed_scenario.id)
         return row
 
     def _of_problem(self, columns: Mapping[str, Any], index: int) -> dict[str, Any] | None:
         """The row of a problem; None if the columns are others."""
         for problem, answer in PROBLEM_COLUMNS:
             if problem in columns:
-                asked = columns[problem]
-                if not isinstance(asked, str) or not asked.strip():
-                    raise LeftOut(f"{problem}: must be text")
+                question = columns[problem]
+                if not isinstance(question, str) or not question.strip():
+                    raise RowLeftOut(f"{problem}: must be text")
                 return _verl_row(
                     self._name,
-                    [{"role": "user", "content": asked + ANSWER_FORMAT}],
+                    [{"role": "user", "content": question + ANSWER_FORMAT}],
                     _answer(columns.get(answer), answer),
                     {"index": index},
                 )
@@ -219,19 +219,19 @@ class Questions:
 def _of_prompt(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
     prompt, reward, extra = columns.get("prompt"), columns.get("reward_model"), columns.get("extra_info", {})
     if not is_list(prompt) or not prompt or not all(map(is_mapping, prompt)):
-        raise LeftOut("prompt: must be a list of messages")
-    said = [dict(cast("dict[str, Any]", message)) for message in prompt]
-    last = said[-1]
+        raise RowLeftOut("prompt: must be a list of messages")
+    messages = [dict(cast("dict[str, Any]", message)) for message in prompt]
+    last = messages[-1]
     if last.get("role") != "user" or not isinstance(last.get("content"), str) or not last["content"].strip():
-        raise LeftOut("prompt: must end with text of the user")
+        raise RowLeftOut("prompt: must end with text of the user")
     if not is_mapping(reward):
-        raise LeftOut("reward_model: must be an object with ground_truth")
+        raise RowLeftOut("reward_model: must be an object with ground_truth")
     if not is_mapping(extra):
-        raise LeftOut("extra_info: must be an object")
+        raise RowLeftOut("extra_info: must be an object")
     last["content"] += ANSWER_FORMAT
     return _verl_row(
         columns.get("data_source", ""),
-        said,
+        messages,
         _answer(reward.get("ground_truth"), "reward_model.ground_truth"),
         {"index": index, **extra},
     )
@@ -239,7 +239,7 @@ def _of_prompt(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 def _answer(value: object, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise LeftOut(f"{column}: must be text or a number")
+        raise RowLeftOut(f"{column}: must be text or a number")
     return str(value)
 
 

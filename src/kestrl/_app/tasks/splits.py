@@ -33,16 +33,16 @@ def distinct(
     """
     if split not in SPLITS:
         raise UserInputError(f"{split!r} is not one of {', '.join(SPLITS)}")
-    seen: set[Item] = set()
+    distinct_items: set[Item] = set()
     repeated = 0
-    while len(seen) < size:
+    while len(distinct_items) < size:
         item = draw()
         held_out = zlib.crc32(text_of(item).encode()) % HELD_OUT == 0
-        if item in seen or held_out != (split == "validation"):
+        if item in distinct_items or held_out != (split == "validation"):
             repeated += 1
             if repeated == MAX_REPEATED:
                 raise UserInputError(f"there are not {size} different {items}; ask for fewer")
             continue
         repeated = 0
-        seen.add(item)
+        distinct_items.add(item)
         yield item

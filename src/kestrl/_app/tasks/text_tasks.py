@@ -92,8 +92,8 @@ def letters_transcripts(*, seed: int, size: int, mistakes: float) -> list[dict[s
     for text in _distinct("train", seed, size, _spaced):
         answer = text[::-1].split(" ")
         if rng.random() < mistakes:
-            one, other = rng.sample(range(len(answer)), 2)
-            answer[one], answer[other] = answer[other], answer[one]
+            first_place, second_place = rng.sample(range(len(answer)), 2)
+            answer[first_place], answer[second_place] = answer[second_place], answer[first_place]
         rows.append(
             {
                 "messages": [
@@ -127,18 +127,18 @@ def _sorting(id_: str, names: list[str]) -> dict[str, Any]:
     turns = 3 if len(names) >= 6 else 2
     cuts = [len(names) * turn // turns for turn in range(turns + 1)]
     parts = [names[start:end] for start, end in pairwise(cuts)]
-    asked = [_first_question(parts[0]), *map(_next_question, parts[1:])]
-    known: list[str] = []
+    questions = [_first_question(parts[0]), *map(_next_question, parts[1:])]
+    sorted_names: list[str] = []
     expected: list[str] = []
     for number, part in enumerate(parts):
         new = set(part) if number else set[str]()
-        known = sorted([*known, *part])
-        expected.append("\n".join(f"{name} // new name!" if name in new else name for name in known))
+        sorted_names = sorted([*sorted_names, *part])
+        expected.append("\n".join(f"{name} // new name!" if name in new else name for name in sorted_names))
     return {
         "id": id_,
-        "prompt": [{"role": "user", "content": asked[0]}],
+        "prompt": [{"role": "user", "content": questions[0]}],
         "ground_truth": expected,
-        "metadata": {"follow_ups": asked[1:]},
+        "metadata": {"follow_ups": questions[1:]},
     }
 
 
@@ -165,11 +165,11 @@ def provide_reverse_text(path: str, size: int, seed: int, cache_dir: Path) -> Pa
     Raises:
         UserInputError: There is no such path.
     """
-    kind, _, rest = path.partition("/")
-    if kind == TRANSCRIPTS and rest.isdecimal() and int(rest) <= 100:
-        rows = letters_transcripts(seed=seed, size=size, mistakes=int(rest) / 100)
-    elif kind == "letters" and rest in SPLITS:
-        rows = letters(rest, seed=seed, size=size)
+    kind, _, argument = path.partition("/")
+    if kind == TRANSCRIPTS and argument.isdecimal() and int(argument) <= 100:
+        rows = letters_transcripts(seed=seed, size=size, mistakes=int(argument) / 100)
+    elif kind == "letters" and argument in SPLITS:
+        rows = letters(argument, seed=seed, size=size)
     elif path in SPLITS:
         rows = reverse_text(path, seed=seed, size=size)
     else:

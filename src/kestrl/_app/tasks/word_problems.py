@@ -53,7 +53,7 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class WordProblem:
     """A question with the steps that solve it."""
 
     question: str
@@ -73,57 +73,57 @@ class Problem:
         return "\n".join([*lines, f"#### {self.answer}"])
 
 
-Draw = Callable[[random.Random, str, str], Problem]
+Draw = Callable[[random.Random, str, str], WordProblem]
 
 
-def _one(question: str, expression: str, result: int) -> Problem:
-    return Problem(question=question, expression=expression, steps=((expression, result),))
+def _one(question: str, expression: str, result: int) -> WordProblem:
+    return WordProblem(question=question, expression=expression, steps=((expression, result),))
 
 
-def _gain(rng: random.Random, name: str, item: str) -> Problem:
+def _gain(rng: random.Random, name: str, item: str) -> WordProblem:
     a, b = rng.randint(11, 49), rng.randint(11, 49)
     return _one(f"{name} has {a} {item} and gets {b} more. How many now?", f"{a}+{b}", a + b)
 
 
-def _loss(rng: random.Random, name: str, item: str) -> Problem:
+def _loss(rng: random.Random, name: str, item: str) -> WordProblem:
     a = rng.randint(30, 99)
     b = rng.randint(11, a - 11)
     return _one(f"{name} has {a} {item} and gives {b} away. How many are left?", f"{a}-{b}", a - b)
 
 
-def _boxes(rng: random.Random, name: str, item: str) -> Problem:
+def _boxes(rng: random.Random, name: str, item: str) -> WordProblem:
     a, b = rng.randint(3, 19), rng.randint(3, 19)
     return _one(f"{name} buys {a} boxes of {b} {item}. How many is that?", f"{a}*{b}", a * b)
 
 
-def _share(rng: random.Random, name: str, item: str) -> Problem:
-    b, each = rng.randint(2, 9), rng.randint(3, 11)
-    a = b * each
-    return _one(f"{name} shares {a} {item} among {b} friends. How many does each get?", f"{a}/{b}", each)
+def _share(rng: random.Random, name: str, item: str) -> WordProblem:
+    b, share = rng.randint(2, 9), rng.randint(3, 11)
+    a = b * share
+    return _one(f"{name} shares {a} {item} among {b} friends. How many does each get?", f"{a}/{b}", share)
 
 
-def _boxes_and_more(rng: random.Random, name: str, item: str) -> Problem:
+def _boxes_and_more(rng: random.Random, name: str, item: str) -> WordProblem:
     a, b, c = rng.randint(3, 9), rng.randint(3, 19), rng.randint(11, 49)
-    return Problem(
+    return WordProblem(
         question=f"{name} buys {a} boxes of {b} {item} and gets {c} more. How many now?",
         expression=f"{a}*{b}+{c}",
         steps=((f"{a}*{b}", a * b), (f"{a * b}+{c}", a * b + c)),
     )
 
 
-def _change(rng: random.Random, name: str, item: str) -> Problem:
+def _change(rng: random.Random, name: str, item: str) -> WordProblem:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
     paid = a * b + rng.randint(1, 15)
-    return Problem(
+    return WordProblem(
         question=f"{name} buys {a} {item} for ${b} each and pays with ${paid}. How many dollars are left?",
         expression=f"{paid}-{a}*{b}",
         steps=((f"{a}*{b}", a * b), (f"{paid}-{a * b}", paid - a * b)),
     )
 
 
-def _half(rng: random.Random, name: str, item: str) -> Problem:
+def _half(rng: random.Random, name: str, item: str) -> WordProblem:
     a = 2 * rng.randint(6, 49)
-    return Problem(
+    return WordProblem(
         question=f"{name} sold {a} {item} in April and half as many in May. How many in all?",
         expression=f"{a}+{a}/2",
         steps=((f"{a}/2", a // 2), (f"{a}+{a // 2}", a + a // 2)),
@@ -134,7 +134,7 @@ ONE_STEP: tuple[Draw, ...] = (_gain, _loss, _boxes, _share)
 TEMPLATES: tuple[Draw, ...] = (*ONE_STEP, _boxes_and_more, _change, _half)
 
 
-def problems(split: str, seed: int, size: int, *, one_step: bool = False) -> list[Problem]:
+def problems(split: str, seed: int, size: int, *, one_step: bool = False) -> list[WordProblem]:
     """Distinct problems; the first ones do not depend on the size.
 
     Args:
@@ -150,18 +150,18 @@ def problems(split: str, seed: int, size: int, *, one_step: bool = False) -> lis
         raise UserInputError(f"word-problems: {split!r} is not one of {', '.join(NAMES)}")
     rng = random.Random(f"{split}/{seed}")  # noqa: S311 - seeded on purpose
     templates = ONE_STEP if one_step else TEMPLATES
-    found: dict[str, Problem] = {}
+    by_question: dict[str, WordProblem] = {}
     repeated = 0
     while repeated < MAX_REPEATED:
-        if len(found) == size:
-            return list(found.values())
+        if len(by_question) == size:
+            return list(by_question.values())
         problem = rng.choice(templates)(rng, rng.choice(NAMES[split]), rng.choice(ITEMS))
-        repeated = repeated + 1 if problem.question in found else 0
-        found.setdefault(problem.question, problem)
+        repeated = repeated + 1 if problem.question in by_question else 0
+        by_question.setdefault(problem.question, problem)
     raise UserInputError(f"word-problems: there are not {size} different problems; ask for fewer")
 
 
-def _row(problem: Problem, index: int, split: str) -> dict[str, Any]:
+def _row(problem: WordProblem, index: int, split: str) -> dict[str, Any]:
     return {
         "data_source": SOURCE,
         "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": problem.question}],
@@ -194,11 +194,11 @@ def _terms(expression: str) -> Iterator[tuple[int, str]]:
 def _mistaken(expression: str, rng: random.Random) -> str:
     """The expression with another first operator."""
     place = next(index for index, character in enumerate(expression) if character in OPERATORS)
-    other = rng.choice(OPERATORS.replace(expression[place], ""))
-    return expression[:place] + other + expression[place + 1 :]
+    wrong_operator = rng.choice(OPERATORS.replace(expression[place], ""))
+    return expression[:place] + wrong_operator + expression[place + 1 :]
 
 
-def _transcript(problem: Problem, mistakes: float, rng: random.Random) -> dict[str, Any]:
+def _transcript(problem: WordProblem, mistakes: float, rng: random.Random) -> dict[str, Any]:
     expression = _mistaken(problem.expression, rng) if rng.random() < mistakes else problem.expression
     result = _evaluated(expression)
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}

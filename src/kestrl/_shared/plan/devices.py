@@ -67,15 +67,15 @@ def assigned_devices(needs: Sequence[Need], available: Mapping[str, Sequence[str
         devices = tuple(available.get(profile, ()))
         engines = [need for need in needs if need.profile == profile and need.component != LEARNER]
         learner = sum(need.count for need in needs if need.profile == profile and need.component == LEARNER)
-        taken = sum(need.count for need in engines)
-        if max(taken, learner) > len(devices):
+        engine_devices = sum(need.count for need in engines)
+        if max(engine_devices, learner) > len(devices):
             raise UserInputError(_shortage(profile, engines, learner, devices))
         first = 0
         for need in engines:
             assigned[need.component] = devices[first : first + need.count]
             first += need.count
         if learner:
-            first = min(taken, len(devices) - learner)
+            first = min(engine_devices, len(devices) - learner)
             assigned[LEARNER] = devices[first : first + learner]
     return assigned
 
@@ -110,10 +110,10 @@ def with_devices(component: Component, devices: MachineDevices) -> Component:
 def _shortage(profile: str, engines: Sequence[Need], learner: int, devices: Sequence[str]) -> str:
     parts: list[str] = []
     changes: list[str] = []
-    taken = sum(need.count for need in engines)
+    engine_devices = sum(need.count for need in engines)
     if engines:
-        parts.append(f"{taken} for {len(engines)} engine{'s' if len(engines) > 1 else ''}")
-    if taken > len(devices):
+        parts.append(f"{engine_devices} for {len(engines)} engine{'s' if len(engines) > 1 else ''}")
+    if engine_devices > len(devices):
         changes += ["spec.inference.replicas"] if len(engines) > 1 else []
         changes += ["spec.inference.accelerator.count"] if engines[0].count > 1 else []
     if learner:

@@ -41,9 +41,12 @@ def environment_requirements(environment: Environment) -> tuple[str, ...]:
     """What is installed for an environment: the manifest's requirements, and those of host and adapter that it does
     not name.
     """
-    named = {_package(each) for each in environment.python.requirements}
+    named_packages = {_package(requirement) for requirement in environment.python.requirements}
     needed = (*KIND_REQUIREMENTS.get(environment.kind, ()), *HOST_REQUIREMENTS)
-    return (*environment.python.requirements, *(each for each in needed if _package(each) not in named))
+    return (
+        *environment.python.requirements,
+        *(requirement for requirement in needed if _package(requirement) not in named_packages),
+    )
 
 
 def _package(requirement: str) -> str:

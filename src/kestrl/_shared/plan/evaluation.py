@@ -13,12 +13,12 @@ def evaluation_sampling(spec: JobSpec, evaluation: Evaluation | None = None) -> 
         spec: The job.
         evaluation: What to use in place of the job's own.
     """
-    chosen = evaluation or spec.evaluation
-    sampled = chosen.samples > 1 or chosen.top_p < 1 or chosen.top_k > 0
+    settings = evaluation or spec.evaluation
+    sampled = settings.samples > 1 or settings.top_p < 1 or settings.top_k > 0
     temperature = spec.sampling.temperature if sampled else 0.0
     return EvaluationSampling(
-        samples=chosen.samples,
-        temperature=temperature if chosen.temperature is None else chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=chosen.top_k,
+        samples=settings.samples,
+        temperature=temperature if settings.temperature is None else settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
     )

@@ -48,8 +48,8 @@ def ruler_of(spec: JobSpec) -> tuple[int, RulerSpec] | None:
 
 def correctness_of(spec: JobSpec) -> tuple[int, CorrectnessSpec] | None:
     """The correctness judge with the position of its rule in `rewards`, or None."""
-    found = ((index, reward.correctness) for index, reward in enumerate(spec.rewards))
-    return next(((index, judge) for index, judge in found if judge is not None), None)
+    judges = ((index, reward.correctness) for index, reward in enumerate(spec.rewards))
+    return next(((index, judge) for index, judge in judges if judge is not None), None)
 
 
 class PlacedJudge(NamedTuple):
@@ -64,12 +64,12 @@ class PlacedJudge(NamedTuple):
 
 def judges_of(spec: JobSpec) -> Iterator[PlacedJudge]:
     """All judges of a job: the ruler, and the correctness judge."""
-    for found, name, keys in (
+    for indexed_judge, name, keys in (
         (ruler_of(spec), "ruler", KEY_VARIABLES),
         (correctness_of(spec), "correctness", CORRECTNESS_KEY_VARIABLES),
     ):
-        if found is not None:
-            index, judge = found
+        if indexed_judge is not None:
+            index, judge = indexed_judge
             yield PlacedJudge(judge, f"spec.rewards[{index}].{name}", keys)
 
 
@@ -106,10 +106,10 @@ def ruler_entry(spec: JobSpec, engine_urls: tuple[str, ...]) -> RulerEntry | Non
         spec: The job.
         engine_urls: URLs of the job's engines.
     """
-    found = ruler_of(spec)
-    if found is None:
+    indexed_ruler = ruler_of(spec)
+    if indexed_ruler is None:
         return None
-    index, ruler = found
+    index, ruler = indexed_ruler
     gate = ruler.gate
     return RulerEntry(
         **_bounds(ruler, spec),
@@ -131,10 +131,10 @@ def correctness_entry(spec: JobSpec, engine_urls: tuple[str, ...]) -> JudgeEntry
         spec: The job.
         engine_urls: URLs of the job's engines.
     """
-    found = correctness_of(spec)
-    if found is None:
+    indexed_judge = correctness_of(spec)
+    if indexed_judge is None:
         return None
-    index, judge = found
+    index, judge = indexed_judge
     return JudgeEntry(
         **_bounds(judge, spec),
         field=f"spec.rewards[{index}].correctness",
@@ -190,5 +190,5 @@ def _remote(judge: JudgeSpec | SecondJudge, key: str, temperature: float | None)
 
 def with_judge_secrets(component: Component, spec: JobSpec) -> Component:
     """The judge with what its judge model needs, and nothing if the job names none."""
-    own = (Secret.ENGINE_KEY,) if uses_own_engines(spec) else ()
-    return replace(component, own_secrets=own, user_secrets=judge_keys(spec))
+    own_secrets = (Secret.ENGINE_KEY,) if uses_own_engines(spec) else ()
+    return replace(component, own_secrets=own_secrets, user_secrets=judge_keys(spec))

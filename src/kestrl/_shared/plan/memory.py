@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from kestrl._shared.plan.planning import algorithm_settings
-from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl._shared.plan.site import BUILDS
 from kestrl._shared.spec.job import AgentRLJob, Learner, ModelSpec
@@ -25,7 +25,7 @@ steps of SmolLM2 took up to twice the memory of their tensors.
 """
 
 
-class Part(StrEnum):
+class MemoryPart(StrEnum):
     """What memory is used for."""
 
     BASE = "base weights"
@@ -44,7 +44,7 @@ class Part(StrEnum):
     """The program itself: torch with its libraries, or the context of a device."""
 
 
-class MemorySettings(Model):
+class MemorySettings(SettingsModel):
     """One step of a job, for the estimate."""
 
     policy: PolicySettings
@@ -67,10 +67,10 @@ class MemorySettings(Model):
     """Processes that share the layers of the base and the passes of a step."""
 
 
-class MemoryEstimate(Model):
+class MemoryEstimate(SettingsModel):
     """Bytes at the moment of the peak, on one rank."""
 
-    parts: dict[Part, int]
+    parts: dict[MemoryPart, int]
     rows: int
     """Rows of the largest pass."""
     host: int = 0
@@ -157,47 +157,45 @@ def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTL
     )
 
 
-def changes(asked: MemorySettings, estimate: MemoryEstimate) -> Sequence[str]:
+def changes(step: MemorySettings, estimate: MemoryEstimate) -> Sequence[str]:
     """Fields that lower the peak, with their values, those of the largest part first."""
     parts = estimate.parts
-    trained = (Part.ADAPTER, Part.GRADIENTS, Part.OPTIMIZER, Part.COPIES)
-    found = [
-        (parts.get(Part.BASE, 0), _base_change(asked)),
-        (sum(parts.get(part, 0) for part in trained), _trained_change(asked)),
-        (parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGPROBS, 0), _activation_change(asked, estimate)),
+    trained = (MemoryPart.ADAPTER, MemoryPart.GRADIENTS, MemoryPart.OPTIMIZER, MemoryPart.COPIES)
+    candidates = [
+        (parts.get(MemoryPart.BASE, 0), _base_change(step)),
+        (sum(parts.get(part, 0) for part in trained), _trained_change(step)),
+        (parts.get(MemoryPart.ACTIVATIONS, 0) + parts.get(MemoryPart.LOGPROBS, 0), _activation_change(step, estimate)),
     ]
-    found.sort(key=lambda item: -item[0])
-    return [f"{text} ({size / GIB:.2f} GiB)" for size, text in found if size >= WORTH_CHANGING * estimate.total]
+    candidates.sort(key=lambda item: -item[0])
+    return [f"{text} ({size / GIB:.2f} GiB)" for size, text in candidates if size >= WORTH_CHANGING * estimate.total]
 
 
-def _trained_change(asked: MemorySettings) -> str:
-    if asked.parameters == "all":
+def _trained_change(step: MemorySettings) -> str:
+    if step.parameters == "all":
         return "spec.training.parameters is all: adapter trains few parameters"
-    policy = asked.policy
+    policy = step.policy
     return (
         f"spec.model.adapter.rank is {policy.rank} and its targets are {_listed(policy.targets)}: lower the rank or "
         "name fewer targets"
     )
 
 
-def _base_change(asked: MemorySettings) -> str:
-    if asked.parameters == "adapter" and asked.policy.dtype == "float32":
+def _base_change(step: MemorySettings) -> str:
+    if step.parameters == "adapter" and step.policy.dtype == "float32":
         return "spec.model.dtype is float32: bfloat16 halves the base weights"
-    ranks = ", or more ranks with spec.learner.accelerator.count" if asked.parameters == "adapter" else ""
+    ranks = ", or more ranks with spec.learner.accelerator.count" if step.parameters == "adapter" else ""
     return f"spec.model.base: use a smaller model{ranks}"
 
 
-def _activation_change(asked: MemorySettings, estimate: MemoryEstimate) -> str:
-    if not asked.policy.gradient_checkpointing:
+def _activation_change(step: MemorySettings, estimate: MemoryEstimate) -> str:
+    if not step.policy.gradient_checkpointing:
         return "spec.learner.gradientCheckpointing is false: true keeps the inputs of layers only"
     if estimate.rows > 1:
-        return (
-            f"spec.learner.tokensPerPass is {asked.policy.tokens_per_pass} ({estimate.rows} rows in a pass): lower it"
-        )
+        return f"spec.learner.tokensPerPass is {step.policy.tokens_per_pass} ({estimate.rows} rows in a pass): lower it"
     fields = (
-        "spec.training.maxTokens" if asked.kind == "SFTJob" else "spec.inference.contextLength and spec.agent.maxTokens"
+        "spec.training.maxTokens" if step.kind == "SFTJob" else "spec.inference.contextLength and spec.agent.maxTokens"
     )
-    return f"{fields}: a pass holds one row of {asked.prompt + asked.completion} tokens already; shorten it"
+    return f"{fields}: a pass holds one row of {step.prompt + step.completion} tokens already; shorten it"
 
 
 def _listed(targets: str | Sequence[str]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
-from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings, RanksOfPods
 from kestrl._shared.spec.sft import Conversations, SFTJob
 
 LOSS = "kestrl_learner.sft.loss:CrossEntropy"
 
 
-class SFTData(Model):
+class SFTData(SettingsModel):
     """Conversations: a file, or the episodes in a run's storage."""
 
     path: str | None = None

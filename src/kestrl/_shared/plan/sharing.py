@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kestrl._shared.plan.memory import GIB, MARGIN, MemoryEstimate, Part
+from kestrl._shared.plan.memory import GIB, MARGIN, MemoryEstimate, MemoryPart
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
 from kestrl.errors import UserInputError
@@ -31,10 +31,10 @@ class SharedMemory:
         parts = estimate.parts
         self.learner = math.ceil(estimate.total * (1 + MARGIN))
         devices = spec.inference.accelerator.count
-        adapter = parts.get(Part.ADAPTER, 0) * DTYPE_BYTES[spec.model.dtype] // DTYPE_BYTES["float32"]
+        adapter = parts.get(MemoryPart.ADAPTER, 0) * DTYPE_BYTES[spec.model.dtype] // DTYPE_BYTES["float32"]
         scale = 1 if spec.model.adapter.targets == "all-linear" else SOME_TARGETS
         slot = math.ceil(adapter * scale * engine_rank / spec.model.adapter.rank)
-        self.weights = math.ceil((parts.get(Part.BASE, 0) * ranks + slots * slot) / devices)
+        self.weights = math.ceil((parts.get(MemoryPart.BASE, 0) * ranks + slots * slot) / devices)
 
     def engine(self, *, free: float, total: float) -> EngineMemory | None:
         """The engine's part of a device of `total` bytes of which `free` are free; None if nothing is left for its

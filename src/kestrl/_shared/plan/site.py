@@ -14,7 +14,7 @@ from kestrl._shared.spec.inference import Accelerator
 from kestrl.errors import UserInputError
 
 
-class Endpoint(NamedTuple):
+class ReplicaEndpoint(NamedTuple):
     """Address of one replica of a component."""
 
     bind: str
@@ -78,7 +78,7 @@ class Site:
 
     run: str
     """The run's id."""
-    endpoint: Callable[[Role, int], Endpoint]
+    endpoint: Callable[[Role, int], ReplicaEndpoint]
     """Address of replica n of a role."""
     model: str
     """Folder or Hugging Face id of the base model."""
@@ -132,10 +132,10 @@ class Site:
         Raises:
             UserInputError: The profile is unknown at this site.
         """
-        known = self.builds.get(accelerator.profile)
-        if known is None:
+        site_build = self.builds.get(accelerator.profile)
+        if site_build is None:
             raise UserInputError(
                 f"spec.{part}.accelerator.profile: {accelerator.profile!r} is not one of "
                 f"{', '.join(sorted(self.builds))}"
             )
-        return known
+        return site_build

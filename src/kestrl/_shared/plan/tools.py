@@ -65,12 +65,12 @@ def tool_secrets(spec: JobSpec) -> Mapping[str, SecretKey]:
 
 def tool_servers(spec: JobSpec) -> tuple[RemoteServer, ...]:
     """Servers of tools outside the job, each once."""
-    found: dict[tuple[str, int], RemoteServer] = {}
+    servers: dict[tuple[str, int], RemoteServer] = {}
     for index, tool in enumerate(spec.tools):
         for address, field in _addresses(tool):
             server = server_at(address, f"spec.tools[{index}].{field}")
-            found.setdefault((server.host, server.port), server)
-    return tuple(found.values())
+            servers.setdefault((server.host, server.port), server)
+    return tuple(servers.values())
 
 
 def _addresses(tool: Tool) -> Iterator[tuple[str, str]]:
@@ -93,7 +93,10 @@ def with_tool_secrets(component: Component, spec: JobSpec) -> Component:
 
 def with_paths(kwargs: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of a tool, with paths in place of the uris of files."""
-    return {name: files.get(each, each) if isinstance(each, str) else each for name, each in kwargs.items()}
+    return {
+        name: files.get(argument, argument) if isinstance(argument, str) else argument
+        for name, argument in kwargs.items()
+    }
 
 
 def tool_entries(spec: JobSpec, files: Mapping[str, str] = NO_FILES) -> tuple[ToolEntry, ...]:
@@ -189,22 +192,22 @@ def runtime_class(spec: JobSpec, role: Role) -> tuple[str, str] | None:
         return None if agent is None else (agent, "spec.agent.runtimeClassName")
     if spec.environment is not None and spec.environment.runtime_class_name is not None:
         return spec.environment.runtime_class_name, "spec.environment.runtimeClassName"
-    named = (
+    tool_classes = (
         (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
         for index, tool in enumerate(spec.tools)
         if tool.sandbox is not None and tool.sandbox.runtime_class_name is not None
     )
-    return next(named, None)
+    return next(tool_classes, None)
 
 
 def sandbox_claim(spec: JobSpec) -> tuple[SandboxClaim, str] | None:
     """The claim of the tools that run code, which all of them share, and its field; None if no tool names one."""
-    named = (
+    tool_claims = (
         (tool.sandbox.claim, f"spec.tools[{index}].sandbox.claim")
         for index, tool in enumerate(spec.tools)
         if tool.sandbox is not None and tool.sandbox.claim is not None
     )
-    return next(named, None)
+    return next(tool_claims, None)
 
 
 def file_holders(spec: JobSpec, site: Site) -> tuple[Component, ...]:

@@ -31,21 +31,21 @@ def framed(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def _length(header: bytes, most: int) -> int:
+def _length(header: bytes, limit: int) -> int:
     (length,) = HEADER.unpack(header)
-    if length > most:
-        raise FrameTooLong(f"a message of {length} bytes; at most {most} are read")
+    if length > limit:
+        raise FrameTooLong(f"a message of {length} bytes; at most {limit} are read")
     return int(length)
 
 
-async def read(reader: asyncio.StreamReader, most: int = MAX_FRAME) -> bytes:
+async def read(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
     """The next body.
 
     Raises:
         asyncio.IncompleteReadError: The connection is closed.
         ConnectionError: The connection is broken, or the body is too long (`FrameTooLong`).
     """
-    return await reader.readexactly(_length(await reader.readexactly(HEADER.size), most))
+    return await reader.readexactly(_length(await reader.readexactly(HEADER.size), limit))
 
 
 async def write(writer: asyncio.StreamWriter, body: bytes) -> None:
@@ -54,14 +54,14 @@ async def write(writer: asyncio.StreamWriter, body: bytes) -> None:
     await writer.drain()
 
 
-def receive(connection: socket.socket, most: int = MAX_FRAME) -> bytes:
+def receive(connection: socket.socket, limit: int = MAX_FRAME) -> bytes:
     """The next body.
 
     Raises:
         TimeoutError: It did not come within the time limit of the socket.
         ConnectionError: The connection is closed or broken, or the body is too long (`FrameTooLong`).
     """
-    return _exactly(connection, _length(_exactly(connection, HEADER.size), most))
+    return _exactly(connection, _length(_exactly(connection, HEADER.size), limit))
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:
@@ -75,7 +75,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-def read_file(stream: BufferedIOBase, most: int = MAX_FRAME) -> bytes | None:
+def read_file(stream: BufferedIOBase, limit: int = MAX_FRAME) -> bytes | None:
     """The next body of a blocking file; None if the other side has closed it, amid a frame or between two.
 
     Raises:
@@ -84,7 +84,7 @@ def read_file(stream: BufferedIOBase, most: int = MAX_FRAME) -> bytes | None:
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
-    length = _length(header, most)
+    length = _length(header, limit)
     body = stream.read(length)
     return body if len(body) == length else None
 

@@ -33,12 +33,12 @@ def prctl(option: int, value: int) -> None:
 
 def children(pid: int) -> list[int]:
     """Pids of the direct children of a process, from /proc."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib costs 20 ms of start-up in every guard
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as listing:  # noqa: PTH123
-                found += [int(child) for child in listing.read().split()]
-    return found
+                pids += [int(child) for child in listing.read().split()]
+    return pids
 
 
 def kill_descendants() -> None:
@@ -77,18 +77,18 @@ def start(command: list[str]) -> int:
 
 def reap(main: int) -> int | None:
     """Reaps ended children; returns the command's wait status if it has ended."""
-    ended: int | None = None
+    main_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == main:
-                ended = status
-    return ended
+                main_status = status
+    return main_status
 
 
-def watch(owner: int, main: int, wake: int, grace: float, asked: list[float]) -> int:
+def watch(owner: int, main: int, wake: int, grace: float, sigterm_times: list[float]) -> int:
     """Waits until the command or the owner has ended, or the grace period after SIGTERM is over."""
     while True:
         ready, _, _ = select.select([owner, wake], [], [], POLL_SECONDS)
@@ -100,15 +100,15 @@ def watch(owner: int, main: int, wake: int, grace: float, asked: list[float]) ->
         status = reap(main)
         if status is not None:
             return status
-        if asked and time.monotonic() - asked[0] > grace:
+        if sigterm_times and time.monotonic() - sigterm_times[0] > grace:
             return signal.SIGKILL
 
 
-def close_inherited(kept: set[int]) -> None:
+def close_inherited(kept_descriptors: set[int]) -> None:
     """Closes file descriptors inherited for the command, so that its connections close when it ends."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
         descriptor = int(name)
-        if descriptor > 2 and descriptor not in kept:
+        if descriptor > 2 and descriptor not in kept_descriptors:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
 
@@ -120,19 +120,19 @@ def main() -> int:
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    asked: list[float] = []
+    sigterm_times: list[float] = []
     pid = start(command)
     close_inherited({owner, wake_read, wake_write})
 
     def forward(_number: int, _frame: object) -> None:
-        asked.append(time.monotonic())
+        sigterm_times.append(time.monotonic())
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    status = watch(owner, pid, wake_read, grace, asked)
+    status = watch(owner, pid, wake_read, grace, sigterm_times)
     kill_descendants()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

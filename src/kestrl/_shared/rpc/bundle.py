@@ -44,11 +44,11 @@ Reply = TypeVar("Reply")
 
 def take(waiting: deque[Item]) -> list[Item]:
     """Takes the calls of the next message: all waiting ones, up to the maximum size."""
-    taken, size = list[Item](), 0
+    batch, size = list[Item](), 0
     while waiting and size < MESSAGE_BYTES:
-        taken.append(waiting.popleft())
-        size += taken[-1].ByteSize()
-    return taken
+        batch.append(waiting.popleft())
+        size += batch[-1].ByteSize()
+    return batch
 
 
 class _StreamEndedError(Exception):
@@ -87,12 +87,12 @@ class _Stream:
         carrier: dict[str, str] = {}
         inject(carrier)
         number = next(self._ids)
-        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
         self._waiting.append(pb.Call(id=number, method=method, request=request, context=carrier))
         self._more.set()
         try:
             async with asyncio.timeout_at(ends):
-                answer: pb.Answer = await asked
+                answer: pb.Answer = await future
                 return answer
         finally:
             if self._asked.pop(number, None) is not None:
@@ -118,9 +118,9 @@ class _Stream:
             writing.cancel()
             self._call.cancel()
             unanswered, self._asked = self._asked, {}
-            for asked in unanswered.values():
-                if not asked.done():
-                    asked.set_exception(_StreamEndedError(failure, unreachable=unreachable))
+            for future in unanswered.values():
+                if not future.done():
+                    future.set_exception(_StreamEndedError(failure, unreachable=unreachable))
             await asyncio.wait([writing])
 
     def _wrote(self, writing: asyncio.Task[None]) -> None:
@@ -131,9 +131,9 @@ class _Stream:
     async def _read(self) -> None:
         async for response in self._call:
             for answer in response.answers:
-                asked = self._asked.pop(answer.id, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(answer)
+                future = self._asked.pop(answer.id, None)
+                if future is not None and not future.done():
+                    future.set_result(answer)
 
     async def _write(self) -> None:
         window = 0.0  # the first message is sent immediately, so that a refusal by the server arrives early
@@ -189,8 +189,8 @@ class Bundle:
         if answer.HasField("failure"):
             raise FailureError(failure_from_proto(answer.failure))
         parse: Any = reply
-        read: Reply = parse.FromString(answer.response)
-        return read
+        response: Reply = parse.FromString(answer.response)
+        return response
 
     async def ready(self) -> None:
         """Waits until the server is reachable, without a time limit."""
@@ -206,9 +206,9 @@ class Bundle:
                 self._stream = _Stream(self._channel, self._peer, self._token)
             try:
                 return await self._stream.ask(path, message, ends=ends)
-            except _StreamEndedError as ended:
-                if not (wait and ended.unreachable):
-                    raise FailureError(ended.failure) from ended
+            except _StreamEndedError as error:
+                if not (wait and error.unreachable):
+                    raise FailureError(error.failure) from error
 
 
 class BundleServicer(stubs.BundleServiceServicer):
@@ -236,10 +236,10 @@ class BundleServicer(stubs.BundleServiceServicer):
             if not reading.cancelled():
                 reading.result()
         finally:
-            left = (*watched, *calls.running.values())
-            for task in left:
+            tasks = (*watched, *calls.running.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(left)
+            await asyncio.wait(tasks)
 
 
 class _Calls:

@@ -89,11 +89,11 @@ async def call(
     """
     ends = time.monotonic() + timeout
     while True:
-        left = max(0.0, ends - time.monotonic())
+        seconds_left = max(0.0, ends - time.monotonic())
         try:
-            answer = await method(request, timeout=left, metadata=_metadata(token), wait_for_ready=wait)
+            answer = await method(request, timeout=seconds_left, metadata=_metadata(token), wait_for_ready=wait)
         except grpc.aio.AioRpcError as error:
-            if wait and left > 0 and went_away(error):
+            if wait and seconds_left > 0 and went_away(error):
                 continue
             raise _failed(error, peer, token) from error
         assert isinstance(answer, reply)

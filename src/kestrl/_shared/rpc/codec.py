@@ -25,7 +25,10 @@ _ENGINES_BACK = {value: member for member, value in _ENGINES.items()}
 
 
 def sandboxes_to_proto(sandboxes: Mapping[str, SandboxInUse]) -> dict[str, pb.SandboxInUse]:
-    return {name: pb.SandboxInUse(backend=used.backend, isolation=used.isolation) for name, used in sandboxes.items()}
+    return {
+        name: pb.SandboxInUse(backend=sandbox.backend, isolation=sandbox.isolation)
+        for name, sandbox in sandboxes.items()
+    }
 
 
 def sandboxes_from_proto(messages: Mapping[str, pb.SandboxInUse]) -> dict[str, SandboxInUse]:

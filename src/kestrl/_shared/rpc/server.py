@@ -70,9 +70,9 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         self._calls = _Calls()
 
     async def _admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        shown = _carrier(context).get(TOKEN_KEY, "").encode()
+        credential = _carrier(context).get(TOKEN_KEY, "").encode()
         # All are compared, each in constant time, so that timing reveals nothing about them.
-        if self._tokens and not sum(hmac.compare_digest(shown, token) for token in self._tokens):
+        if self._tokens and not sum(hmac.compare_digest(credential, token) for token in self._tokens):
             message = f"the credential for calls to {self._component} is missing or wrong"
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
@@ -132,10 +132,10 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             otel_context.detach(token)
         return failure
 
-    def _unary(self, method: str, inner: Any) -> Any:
+    def _unary(self, method: str, handler: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             await self._admit(context)
-            answer = await self._answered(method, _carrier(context), lambda: inner(request, context))
+            answer = await self._answered(method, _carrier(context), lambda: handler(request, context))
             if isinstance(answer, Failure):
                 await _abort(context, answer)
             return answer
@@ -160,15 +160,15 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             return bundle_pb2.Answer(id=call.id, failure=failure_to_proto(answer))
         return bundle_pb2.Answer(id=call.id, response=answer)
 
-    def _admitted(self, inner: Any) -> Any:
+    def _admitted(self, handler: Any) -> Any:
         async def handle(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             await self._admit(context)
-            async for answer in inner(requests, context):
+            async for answer in handler(requests, context):
                 yield answer
 
         return handle
 
-    def _stream(self, method: str, inner: Any) -> Any:
+    def _stream(self, method: str, handler: Any) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             await self._admit(context)
             # An async generator may resume in another context, so the token cannot be detached; it ends with the task.
@@ -176,7 +176,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):
             outcome = ""
             self._calls.begins(method)
             try:
-                async for answer in inner(request, context):
+                async for answer in handler(request, context):
                     yield answer
             except grpc.aio.AbortError:
                 raise

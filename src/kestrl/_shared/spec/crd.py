@@ -161,8 +161,8 @@ class _Context(NamedTuple):
     rules: Rules
 
 
-def _convert(given: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
-    node = _resolved(given, context.definitions)
+def _convert(schema: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
+    node = _resolved(schema, context.definitions)
     if "anyOf" in node:
         return _union(node, context, path)
     converted: dict[str, Any] = {name: node[name] for name in KEPT if name in node}
@@ -201,13 +201,15 @@ def _complete(converted: dict[str, Any], node: Mapping[str, Any], context: _Cont
 def _fill_object(converted: dict[str, Any], node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> None:
     properties: Mapping[str, Any] | None = node.get("properties")
     if properties is not None:
-        converted["properties"] = {name: _convert(inner, context, (*path, name)) for name, inner in properties.items()}
+        converted["properties"] = {
+            name: _convert(subschema, context, (*path, name)) for name, subschema in properties.items()
+        }
         if node.get("required"):
             converted["required"] = node["required"]
         return
-    inner: Any = node.get("additionalProperties")
-    if isinstance(inner, Mapping):
-        converted["additionalProperties"] = _convert(inner, context, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
+    subschema: Any = node.get("additionalProperties")
+    if isinstance(subschema, Mapping):
+        converted["additionalProperties"] = _convert(subschema, context, (*path, "*"))  # pyright: ignore[reportUnknownArgumentType]
         converted["maxProperties"] = LARGEST_MAP
     else:
         converted["x-kubernetes-preserve-unknown-fields"] = True
@@ -216,10 +218,10 @@ def _fill_object(converted: dict[str, Any], node: Mapping[str, Any], context: _C
 def _union(node: Mapping[str, Any], context: _Context, path: tuple[str, ...]) -> dict[str, Any]:
     """Converts `X | None` to an optional X; other unions have no structural schema."""
     kinds = [kind for kind in node["anyOf"] if kind.get("type") != "null"]
-    outer = {name: node[name] for name in ("description",) if name in node}
+    annotations = {name: node[name] for name in ("description",) if name in node}
     converted = _convert(kinds[0], context, path) if len(kinds) == 1 else _any_of(kinds)
     default = _default(node, converted, path)
-    return {**converted, **outer, **({} if default is None else {"default": default})}
+    return {**converted, **annotations, **({} if default is None else {"default": default})}
 
 
 def _any_of(kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -236,7 +238,11 @@ def _default(node: Mapping[str, Any], converted: Mapping[str, Any], path: tuple[
     if converted.get("type") == "object":
         # Written out in full, since the API server evaluates rules on the default as it is.
         properties: Mapping[str, Mapping[str, Any]] = converted.get("properties", {})
-        return {name: inner["default"] for name, inner in properties.items() if "default" in inner}
+        return {
+            name: property_schema["default"]
+            for name, property_schema in properties.items()
+            if "default" in property_schema
+        }
     if converted.get("type") == "string" and isinstance(default, int | float):
         return format_duration(float(default))  # seconds in the models, 30s in the manifest
     return default

@@ -15,9 +15,9 @@ VERSION = r"^[0-9]+(\.[0-9]+){0,3}[0-9A-Za-z.+-]*$"
 """A release such as 0.32 or 0.32.1, or a build such as 0.32.1+cu130."""
 
 
-def is_version(version: str, wanted: str) -> bool:
+def is_version(version: str, required_version: str) -> bool:
     """Whether a version is the wanted one: `0.32` stands for its patch releases and their builds."""
-    return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
+    return version == required_version or f"{version.partition('+')[0]}.".startswith(f"{required_version}.")
 
 
 class Accelerator(Model):
@@ -53,23 +53,23 @@ class ReplicaRange(Model):
         return self.min if self.fixed else {"min": self.min, "max": self.max}
 
 
-def _as_range(given: object) -> object:
+def _as_range(replicas: object) -> object:
     """A number as a range of itself.
 
     Raises:
         ValueError: It is neither a number of engines nor a range.
     """
-    if isinstance(given, Mapping | ReplicaRange):
-        return cast("object", given)
-    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MOST_ENGINES:
+    if isinstance(replicas, Mapping | ReplicaRange):
+        return cast("object", replicas)
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= MOST_ENGINES:
         raise ValueError(f"must be a number from 1 to {MOST_ENGINES}, or a range such as {{min: 1, max: 4}}")
-    return {"min": given, "max": given}
+    return {"min": replicas, "max": replicas}
 
 
-def _in_order(given: ReplicaRange) -> ReplicaRange:
-    if given.max < given.min:
-        raise ValueError(f"max ({given.max}) is below min ({given.min}); raise it")
-    return given
+def _in_order(replica_range: ReplicaRange) -> ReplicaRange:
+    if replica_range.max < replica_range.min:
+        raise ValueError(f"max ({replica_range.max}) is below min ({replica_range.min}); raise it")
+    return replica_range
 
 
 _BOUND: Mapping[str, Any] = {"type": "integer", "minimum": 1, "maximum": MOST_ENGINES}

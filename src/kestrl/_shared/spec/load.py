@@ -60,8 +60,8 @@ def _yaml_value(override: str, text: str) -> Any:
     try:
         return read_yaml(text)
     except UNREADABLE as error:
-        shown = override if len(override) <= LONGEST_SHOWN else f"{override[:LONGEST_SHOWN]}..."
-        raise ProblemsError([Problem("--set", f"the value of {shown!r} is not YAML: {_reason(error)}")]) from error
+        excerpt = override if len(override) <= LONGEST_SHOWN else f"{override[:LONGEST_SHOWN]}..."
+        raise ProblemsError([Problem("--set", f"the value of {excerpt!r} is not YAML: {_reason(error)}")]) from error
 
 
 def _reason(error: Exception) -> str:
@@ -72,8 +72,8 @@ def _assign(document: Any, path: str, value: Any) -> None:
     parts = path.removeprefix("spec.").replace("[", ".").replace("]", "").split(".")
     if not isinstance(document, dict):
         raise ProblemsError([Problem("manifest", f"must be an object, is {type(document).__name__}")])
-    whole = cast("dict[str, Any]", document)
-    place: Any = whole if parts[0] == "metadata" else whole.setdefault("spec", {})
+    manifest = cast("dict[str, Any]", document)
+    place: Any = manifest if parts[0] == "metadata" else manifest.setdefault("spec", {})
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
         key = _key(place, part)
@@ -113,9 +113,11 @@ def read_kind(path: Path, kind: str) -> Any:
             that KestRL reads.
     """
     document = read_document(path, kind)
-    found = _kind_of(document)
-    if found != kind and found in COMMANDS:
-        raise UserInputError(f"{path}: kind: is {found}, for `kestrl {COMMANDS[found]}`; this command reads {kind}s")
+    document_kind = _kind_of(document)
+    if document_kind != kind and document_kind in COMMANDS:
+        raise UserInputError(
+            f"{path}: kind: is {document_kind}, for `kestrl {COMMANDS[document_kind]}`; this command reads {kind}s"
+        )
     return document
 
 

@@ -22,9 +22,9 @@ def parse_duration(value: Any) -> float:
         ValueError: The text is not a duration, or the duration is above ten years, or below a millisecond and not `0s`.
     """
     if not isinstance(value, str) or not DURATION.fullmatch(value):
-        shown = repr(value)
-        shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
-        raise ValueError(f"{shown} is not a duration; write one such as 30s, 2m or 1h30m")
+        excerpt = repr(value)
+        excerpt = excerpt if len(excerpt) <= LONGEST_SHOWN else f"{excerpt[:LONGEST_SHOWN]}..."
+        raise ValueError(f"{excerpt} is not a duration; write one such as 30s, 2m or 1h30m")
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(value))
     if seconds > LONGEST_SECONDS:
         raise ValueError("is longer than ten years; write a duration such as 12h or 30d")
@@ -61,14 +61,14 @@ def _check_json(value: Any, path: str) -> None:
         ValueError: The value has none; the message has the path inside the value.
     """
     if isinstance(value, dict):
-        for key, inner in cast(Any, value).items():
+        for key, member in cast(Any, value).items():
             if not isinstance(key, str):
                 raise ValueError(f"{path}: the key {key!r} is not a string; quote it")
             _check_json(key, path)
-            _check_json(inner, f"{path}.{key}")
+            _check_json(member, f"{path}.{key}")
     elif isinstance(value, list):
-        for index, inner in enumerate(cast(Any, value)):
-            _check_json(inner, f"{path}[{index}]")
+        for index, member in enumerate(cast(Any, value)):
+            _check_json(member, f"{path}[{index}]")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{path}: {value} is not a JSON number; write a finite one, or a string")
@@ -81,8 +81,8 @@ def _check_json(value: Any, path: str) -> None:
 
 def json_object(value: dict[str, Any]) -> dict[str, Any]:
     """Checks that a map has a JSON form; raises ValueError with the path of the problem."""
-    for name, inner in value.items():
-        _check_json(inner, name)
+    for name, member in value.items():
+        _check_json(member, name)
     return value
 
 
@@ -90,10 +90,10 @@ def format_duration(seconds: float) -> str:
     """Formats a duration as in a manifest."""
     if seconds != int(seconds):
         return f"{round(seconds * 1000)}ms"
-    rest = int(seconds)
+    remaining = int(seconds)
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, rest = divmod(rest, size)
+        count, remaining = divmod(remaining, size)
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"
@@ -149,8 +149,8 @@ class PinnedFile(NamedTuple):
     @classmethod
     def read(cls, uri: str) -> Self | None:
         """The file that a URI names; None if the URI is not one of an object store with a digest."""
-        found = PINNED.fullmatch(uri)
-        return None if found is None else cls(found["address"], found["digest"])
+        match = PINNED.fullmatch(uri)
+        return None if match is None else cls(match["address"], match["digest"])
 
     def place(self, folder: str) -> str:
         """Where the file is kept in a folder of such files."""

@@ -196,9 +196,9 @@ def _adapter_problems(spec: SFTSpec) -> Iterator[Problem]:
     """Fields of an adapter where there is none. A field with its default is none: API servers fill it in."""
     if spec.training.parameters == "adapter":
         return
-    given, default = spec.model.adapter.model_dump(by_alias=True), Adapter().model_dump(by_alias=True)
-    for name in given:
-        if given[name] != default[name]:
+    adapter, default = spec.model.adapter.model_dump(by_alias=True), Adapter().model_dump(by_alias=True)
+    for name in adapter:
+        if adapter[name] != default[name]:
             yield Problem(
                 f"spec.model.adapter.{name}", "there is no adapter with spec.training.parameters: all; remove it"
             )

@@ -61,13 +61,15 @@ def _explained(error: ErrorDetails) -> Problem:
     if error["type"] == "missing":
         return Problem(path, "is required; add it")
     message = error["msg"].removeprefix("Value error, ")
-    given = error.get("input")
-    if len(repr(given)) > LONGEST_SHOWN:
+    rejected_input = error.get("input")
+    if len(repr(rejected_input)) > LONGEST_SHOWN:
         return Problem(path, message)
-    shown = (
-        f" (is {given!r})" if isinstance(given, str | int | float | bool | None) and repr(given) not in message else ""
+    suffix = (
+        f" (is {rejected_input!r})"
+        if isinstance(rejected_input, str | int | float | bool | None) and repr(rejected_input) not in message
+        else ""
     )
-    return Problem(path, f"{message}{shown}")
+    return Problem(path, f"{message}{suffix}")
 
 
 def _unknown(error: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
@@ -75,12 +77,12 @@ def _unknown(error: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     location = error["loc"]
     path, name = _path(location), str(location[-1])
     right = spelled(name)
-    known = _fields_at(location[:-1], root)
+    fields = _fields_at(location[:-1], root)
     instead = ELSEWHERE.get(_path((*location[:-1], right)))
     if instead is not None:
         yield Problem(path, instead)
         return
-    if right in known:
+    if right in fields:
         yield Problem(path, f"unknown field; did you mean {right}?")
         return
     names = [part for part in location if isinstance(part, str)]
@@ -92,15 +94,15 @@ def _unknown(error: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     if meant:
         yield from meant
         return
-    yield Problem(path, f"unknown field; {_nearest(right, known, root)}")
+    yield Problem(path, f"unknown field; {_nearest(right, fields, root)}")
 
 
-def _nearest(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
+def _nearest(name: str, fields: Sequence[str], root: type[BaseModel]) -> str:
     elsewhere = [path for path in all_fields(root) if path.rpartition(".")[2] == name]
     if 0 < len(elsewhere) <= MOST_PLACES:
         return f"did you mean {' or '.join(elsewhere)}?"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}" if known else "remove it"
+    matches = difflib.get_close_matches(name, fields, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"known here: {', '.join(fields)}" if fields else "remove it"
 
 
 def _path(location: Sequence[int | str]) -> str:
@@ -141,17 +143,17 @@ def _below(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         yield path
-        inner = _inner_model(field.annotation)
-        if inner is not None:
-            yield from _below(inner, f"{path}.")
+        inner_model = _inner_model(field.annotation)
+        if inner_model is not None:
+            yield from _below(inner_model, f"{path}.")
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:
     """Model inside `Model | None` or `list[Model]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for inner in typing.get_args(annotation):
-        model = _inner_model(inner)
+    for argument in typing.get_args(annotation):
+        model = _inner_model(argument)
         if model is not None:
             return model
     return None

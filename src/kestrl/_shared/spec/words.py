@@ -176,17 +176,17 @@ def word_of(path: Sequence[str]) -> Word | None:
 
 def words_in(path: Sequence[str], value: object) -> list[tuple[tuple[str, ...], Word]]:
     """The words at a path and in the object there, with their own paths."""
-    listed: list[tuple[tuple[str, ...], Word]] = []
+    words: list[tuple[tuple[str, ...], Word]] = []
     places: list[tuple[tuple[str, ...], object]] = [(tuple(path), value)]
-    for names, inner in places:
+    for names, section in places:
         word = word_of(names)
         if word is not None:
-            listed.append((names, word))
-        if isinstance(inner, Mapping):
-            members = cast("Mapping[object, object]", inner)
+            words.append((names, word))
+        if isinstance(section, Mapping):
+            members = cast("Mapping[object, object]", section)
             below = [((*names, name), member) for name, member in members.items() if isinstance(name, str)]
             places += below[: max(0, MOST_PLACES - len(places))]
-    return listed
+    return words
 
 
 def table() -> str:

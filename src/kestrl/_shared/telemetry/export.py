@@ -38,16 +38,16 @@ class RootIds(RandomIdGenerator):
 
     def generate_trace_id(self) -> int:
         """Called for spans without a parent only."""
-        named = ROOT.get()
-        return super().generate_trace_id() if named is None else named[0]
+        root_ids = ROOT.get()
+        return super().generate_trace_id() if root_ids is None else root_ids[0]
 
     def generate_span_id(self) -> int:
         """Id of the given root once; its children get random ids."""
-        named = ROOT.get()
-        if named is None:
+        root_ids = ROOT.get()
+        if root_ids is None:
             return super().generate_span_id()
         ROOT.set(None)
-        return named[1]
+        return root_ids[1]
 
 
 def export_spans(resource: Resource, endpoint: str | None, *, traced_groups: float) -> TracerProvider:

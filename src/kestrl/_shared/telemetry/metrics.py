@@ -16,17 +16,17 @@ Values = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping
 _meter = metrics.get_meter("kestrl")
 
 
-def observe(instrument: Instrument, read: Callable[[], Values]) -> None:
+def observe(instrument: Instrument, poll: Callable[[], Values]) -> None:
     """Registers a metric.
 
     Args:
         instrument: The metric.
-        read: Returns the current value; for a metric with labels, the values by label (by tuples of several labels). It
+        poll: Returns the current value; for a metric with labels, the values by label (by tuples of several labels). It
             is called from another thread, so it must not modify anything.
     """
 
     def look(_options: CallbackOptions) -> Iterable[Observation]:
-        return list(_observations(instrument, read()))
+        return list(_observations(instrument, poll()))
 
     make = _meter.create_observable_counter if instrument.counts else _meter.create_observable_gauge
     make(instrument.name, callbacks=[look], unit=instrument.unit, description=instrument.description)
@@ -54,5 +54,5 @@ def _observations(instrument: Instrument, values: Values) -> Iterable[Observatio
         return
     # A copy, since the service runs while its numbers are read.
     for labels, value in dict(values).items():
-        given: tuple[str, ...] = (labels,) if isinstance(labels, str) else labels
-        yield Observation(value, dict(zip(instrument.labels, given, strict=True)))
+        label_values: tuple[str, ...] = (labels,) if isinstance(labels, str) else labels
+        yield Observation(value, dict(zip(instrument.labels, label_values, strict=True)))

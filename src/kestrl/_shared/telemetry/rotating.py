@@ -64,8 +64,8 @@ def _headers(text: str) -> Mapping[str, str]:
 
 
 class _Spans(SpanExporter):
-    def __init__(self, present: Present[SpanExporter]) -> None:
-        self._present = present
+    def __init__(self, exporter: Present[SpanExporter]) -> None:
+        self._present = exporter
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         return self._present.get().export(spans)
@@ -78,10 +78,10 @@ class _Spans(SpanExporter):
 
 
 class _Metrics(MetricExporter):
-    def __init__(self, present: Present[MetricExporter]) -> None:
-        first: Any = present.get()
+    def __init__(self, exporter: Present[MetricExporter]) -> None:
+        first: Any = exporter.get()
         super().__init__(first._preferred_temporality, first._preferred_aggregation)
-        self._present = present
+        self._present = exporter
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         exporter: Any = self._present.get()

@@ -17,9 +17,9 @@ from typing import Any
 
 from kestrl._shared.text.chat_template import (
     MARK,
+    ChatTemplate,
     Skeleton,
     Slot,
-    Template,
     TemplateRefused,
     find_mark,
     mark,
@@ -69,7 +69,7 @@ class Chat:
 
     def __init__(
         self,
-        template: Template,
+        template: ChatTemplate,
         vocabulary: Vocabulary,
         *,
         with_calls: bool = False,
@@ -190,29 +190,29 @@ class Chat:
             return rendered
         text = rendered.text
         for index, results in call_turns(conversation):
-            written, end = self._synthetic(index, results)
-            if text.count(written) != 1:
+            call_text, end = self._synthetic(index, results)
+            if text.count(call_text) != 1:
                 raise _left_out(index, "assistant")
-            text = text.replace(written, mark(f"a{index}") + end)
+            text = text.replace(call_text, mark(f"a{index}") + end)
         return skeleton(text)
 
     def _synthetic(self, index: int, results: int) -> tuple[str, str]:
         """What the template writes for the synthetic calls of a turn, and the part of it that closes the turn."""
         start = marked((("user", False),), with_calls=True)
         before = self._template.render(start, (), generate=True).text
-        whole = self._template.render([*start, call_message(index, results)], (), generate=False).text
-        if not whole.startswith(before):  # in the history it has no reasoning where the prompt opens it
+        rendered = self._template.render([*start, call_message(index, results)], (), generate=False).text
+        if not rendered.startswith(before):  # in the history it has no reasoning where the prompt opens it
             before = before.rstrip().removesuffix("<think>")
-        if not whole.startswith(before):
+        if not rendered.startswith(before):
             raise TemplateRefused("the chat template writes a message differently once a tool call follows it")
-        written = whole[len(before) :]
-        parts = self.vocabulary.structure(written)
+        call_text = rendered[len(before) :]
+        parts = self.vocabulary.structure(call_text)
         control = [part for part in parts if isinstance(part, int)]
         if not control:
-            return written, ""
+            return call_text, ""
         behind = parts[-1] if isinstance(parts[-1], str) else ""
         end = next(text for text, token in self.vocabulary.added.items() if token == control[-1]) + behind
-        return written, "" if MARK in end else end
+        return call_text, "" if MARK in end else end
 
     def _extend(self, conversation: Shape, since: int, tools: ToolSet) -> tuple[Part | Slot, ...] | None:
         before = self._prompt(conversation[:since], tools).text
@@ -225,8 +225,8 @@ class Chat:
             if thought is None:
                 return None  # the template drops the reasoning that the model's history holds
             start = thought[1]
-        said = find_mark(after, f"a{since}", start)
-        return None if said is None else self.cut(skeleton(after[said[1] :]))
+        answer_mark = find_mark(after, f"a{since}", start)
+        return None if answer_mark is None else self.cut(skeleton(after[answer_mark[1] :]))
 
     def cut(self, rendered: Skeleton) -> tuple[Part | Slot, ...]:
         """A rendering as control tokens, text and slots."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kestrl._shared.text.chat import Chat, Message
-from kestrl._shared.text.chat_template import Template, TemplateRefused
+from kestrl._shared.text.chat_template import ChatTemplate, TemplateRefused
 from kestrl._shared.text.formats import choose
 from kestrl._shared.text.parser import THINK_TAGS, Parsed, TurnReader
 from kestrl._shared.text.toolset import NO_TOOLS, ToolSet
@@ -67,8 +67,8 @@ class ChatModel:
         while end and ids[end - 1] in self.stop_ids:
             end -= 1
         opening, closing = self.format.reasoning or ("", "")
-        head, found, _ = self.vocabulary.decode(ids[:end]).partition(closing) if closing else ("", "", "")
-        reasoning = bool(found) and opening not in head
+        head, separator, _ = self.vocabulary.decode(ids[:end]).partition(closing) if closing else ("", "", "")
+        reasoning = bool(separator) and opening not in head
         return self.reader.parse(ids[:end], schemas, reasoning=reasoning, cut=cut)
 
     @cached_property
@@ -113,16 +113,16 @@ def load_model(
     source = _template(folder, template, config)
     vocabulary = vocabulary or Vocabulary(data)
     special = {**_special(_json(folder / "special_tokens_map.json")), **_special(config)}
-    rendering = Template(source, special, started=started, arguments=arguments or {})
+    rendering = ChatTemplate(source, special, started=started, arguments=arguments or {})
     with_calls, closing = _verified(rendering, vocabulary, tools=tools)
-    chosen, detected = choose(rendering, source, vocabulary, tool_calls, required=offered)
+    call_format, detected = choose(rendering, source, vocabulary, tool_calls, required=offered)
     eos = vocabulary.control(special.get("eos_token", ""))
     stops = [
         *_eos_ids(_json(folder / "generation_config.json")),
-        *(each for each in (eos, *closing) if each is not None),
+        *(stop_id for stop_id in (eos, *closing) if stop_id is not None),
     ]
-    inner = {token for text in chosen.inner_ends if (token := vocabulary.control(text)) is not None}
-    stops = [each for each in stops if each not in inner]
+    inner_stops = {token for text in call_format.inner_ends if (token := vocabulary.control(text)) is not None}
+    stops = [stop_id for stop_id in stops if stop_id not in inner_stops]
     if not stops:
         raise UserInputError(
             "model.base: no token ends a turn: the tokenizer has no eos_token, generation_config.json no eos_token_id, "
@@ -130,11 +130,11 @@ def load_model(
         )
     return ChatModel(
         # A turn of several messages ends with the end of any of them.
-        chat=Chat(rendering, vocabulary, with_calls=with_calls, ends=(*inner, *stops) if inner else ()),
+        chat=Chat(rendering, vocabulary, with_calls=with_calls, ends=(*inner_stops, *stops) if inner_stops else ()),
         stop_ids=tuple(dict.fromkeys(stops)),
         eos_id=eos if eos is not None else next(iter(closing), None),
         pad_id=vocabulary.control(special.get("pad_token", "")),
-        format=chosen,
+        format=call_format,
         detected=detected,
     )
 
@@ -161,7 +161,7 @@ class NoPlaceForResults(UserInputError):
     code = "template_refuses_results"
 
 
-def _verified(template: Template, vocabulary: Vocabulary, *, tools: bool) -> tuple[bool, Sequence[int]]:
+def _verified(template: ChatTemplate, vocabulary: Vocabulary, *, tools: bool) -> tuple[bool, Sequence[int]]:
     """Whether the template takes results only behind `tool_calls`, and the control tokens that close a turn."""
     try:
         return False, verify_template(Chat(template, vocabulary), tools=tools).closing
@@ -210,16 +210,16 @@ def verify_start(chat: Chat, start: Sequence[Message], toolset: ToolSet) -> Veri
         answers = [answer]
         if THINK_TAGS[1] in chat.source and THINK_TAGS[1] not in str(chat.rendered(start, toolset)[-1]):
             answers.append(replace(answer, reasoning="Perhaps a bird."))
-        for what, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
+        for label, new in {"a tool's result": [result], "two tools' results": [result, result]}.items():
             try:
                 closing.append(_closing(chat, [*start, answer, *new], since, toolset))
                 forks = forks or any(
-                    chat.extension([*start, said, *new], since=since, last=None, tools=toolset) is None
-                    for said in answers
+                    chat.extension([*start, reply, *new], since=since, last=None, tools=toolset) is None
+                    for reply in answers
                 )
             except TemplateRefused as error:
                 raise NoPlaceForResults(
-                    f"the chat template has no place for {what} ({error}), so tools cannot be used with it; name "
+                    f"the chat template has no place for {label} ({error}), so tools cannot be used with it; name "
                     "another with agent.template, or leave out spec.tools"
                 ) from error
     tokens = dict.fromkeys(token for token in closing if token in chat.vocabulary.control_ids)
@@ -276,19 +276,19 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, ...: strings used by templates, given as text or as an object with `content`."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for key, value in config.items():
         text = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
-            found[key] = text
-    return found
+            tokens[key] = text
+    return tokens
 
 
 def _eos_ids(generation: Mapping[str, Any]) -> list[int]:
     value = generation.get("eos_token_id")
     if value is None:
         return []
-    return [int(str(each)) for each in cast("list[object]", value)] if isinstance(value, list) else [int(value)]
+    return [int(str(token)) for token in cast("list[object]", value)] if isinstance(value, list) else [int(value)]
 
 
 def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> str:
@@ -300,13 +300,13 @@ def _template(folder: Path, override: str | None, config: Mapping[str, Any]) -> 
                 raise UserInputError(f"agent.template: {override} does not exist") from error
         except (OSError, ValueError) as error:
             raise UserInputError(f"{path}: not readable: {error}") from error
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        entries = cast("list[dict[str, object]]", found)
-        named = {str(each["name"]): str(each["template"]) for each in entries}
-        found = named.get("tool_use", named.get("default"))
-    if not isinstance(found, str):
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        entries = cast("list[dict[str, object]]", template)
+        templates_by_name = {str(entry["name"]): str(entry["template"]) for entry in entries}
+        template = templates_by_name.get("tool_use", templates_by_name.get("default"))
+    if not isinstance(template, str):
         raise UserInputError(
             f"model.base: {folder} has no chat template, as base models often have none; name one with agent.template"
         )
-    return found
+    return template

@@ -114,20 +114,20 @@ def skeleton(text: str) -> Skeleton:
         UserInputError: The template changed a mark, so that its effect on the real text is unknown.
     """
     parts: list[str | Slot] = []
-    done = 0
+    position = 0
     for match in _MARK.finditer(text):
-        parts.append(text[done : match.start()])
+        parts.append(text[position : match.start()])
         if match["id"]:
             parts.append(Slot(f"c{int(match['id'])}"))
-            done = match.end()
+            position = match.end()
             continue
-        written = Written.RAW if match["raw"] else Written.JSON if match["json"] else Written.ASCII
-        left, right = match["left"] is not None, match["right"] is not None
+        encoding = Written.RAW if match["raw"] else Written.JSON if match["json"] else Written.ASCII
+        left_edge, right_edge = match["left"] is not None, match["right"] is not None
         # Marks without edges stand for strings that no template strips, such as those of a tool's schema.
-        edges = left or right or match["name"][0] in EDGED
-        parts.append(Slot(match["name"], written, left or not edges, right or not edges))
-        done = match.end()
-    parts.append(text[done:])
+        edges = left_edge or right_edge or match["name"][0] in EDGED
+        parts.append(Slot(match["name"], encoding, left_edge or not edges, right_edge or not edges))
+        position = match.end()
+    parts.append(text[position:])
     for part in parts:
         if isinstance(part, str) and (EDGE in part or MARK[:5] in part):
             raise UserInputError(
@@ -137,7 +137,7 @@ def skeleton(text: str) -> Skeleton:
     return Skeleton(text, tuple(part for part in parts if part != ""))
 
 
-class Template:
+class ChatTemplate:
     """A chat template, rendered in a child process (`renderer.py`). Thread-safe."""
 
     def __init__(

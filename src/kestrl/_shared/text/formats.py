@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kestrl._shared.text.chat_template import Template, TemplateRefused
+from kestrl._shared.text.chat_template import ChatTemplate, TemplateRefused
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.errors import UserInputError
@@ -27,7 +27,7 @@ ANSWER = "It is a bird of prey."
 
 
 def choose(
-    template: Template, source: str, vocabulary: Vocabulary, override: str | None, *, required: bool
+    template: ChatTemplate, source: str, vocabulary: Vocabulary, override: str | None, *, required: bool
 ) -> tuple[ToolCallFormat, bool]:
     """The tool-call format of a model, and whether it was named or detected: otherwise it is a guess.
 
@@ -43,36 +43,40 @@ def choose(
     """
     if override is not None:
         return resolve(override), True
-    found = detect(template, source, vocabulary)
-    if found is None and required:
+    detected_format = detect(template, source, vocabulary)
+    if detected_format is None and required:
         raise UserInputError(
             f"{FIELD}: the job offers tools, but the chat template writes tool calls in no format that is known "
             f"({', '.join(BUILT_IN)}). Name the format that the model was trained on, or your own as "
             "package.module:Format; or give a template that renders tools with agent.template; or remove `tools`"
         )
-    return found or BUILT_IN["hermes"], found is not None
+    return detected_format or BUILT_IN["hermes"], detected_format is not None
 
 
-def detect(template: Template, source: str, vocabulary: Vocabulary) -> ToolCallFormat | None:
+def detect(template: ChatTemplate, source: str, vocabulary: Vocabulary) -> ToolCallFormat | None:
     """The built-in format that parses the template's own call; if it writes none, the format that its text asks for."""
-    for written, reasoning in _written(template):
-        ids = vocabulary.whole(written)
+    for turn_text, reasoning in _written(template):
+        ids = vocabulary.whole(turn_text)
         for format in BUILT_IN.values():  # noqa: A001 - the domain's own word
             calls = TurnReader(vocabulary, format).parse(ids, SCHEMAS, reasoning=reasoning).calls
             if [(call.name, call.arguments, call.problem) for call in calls] == [(NAME, ARGUMENTS, None)]:
                 return format
-        if NAME in written:
+        if NAME in turn_text:
             return None  # it writes calls in an unknown format
-    asked = [each for each in BUILT_IN.values() if each.hints and all(hint in source for hint in each.hints)]
-    return asked[0] if asked else None
+    hinted_formats = [
+        known_format
+        for known_format in BUILT_IN.values()
+        if known_format.hints and all(hint in source for hint in known_format.hints)
+    ]
+    return hinted_formats[0] if hinted_formats else None
 
 
-def _written(template: Template) -> Iterator[tuple[str, bool]]:
+def _written(template: ChatTemplate) -> Iterator[tuple[str, bool]]:
     """What the template writes for a turn with one call, and whether the prompt before it opened the reasoning.
 
     Arguments are tried as an object and as JSON text: templates differ in what they accept.
     """
-    asked = [{"role": "user", "content": QUESTION}]
+    messages = [{"role": "user", "content": QUESTION}]
     for arguments in (ARGUMENTS, '{"word": "kestrel"}'):
         function = {"name": NAME, "arguments": arguments}
         turn = {
@@ -81,13 +85,13 @@ def _written(template: Template) -> Iterator[tuple[str, bool]]:
             "tool_calls": [{"id": "000000000", "type": "function", "function": function}],
         }
         try:
-            prompt = template.render(asked, [TOOL], generate=True).text
-            whole = template.render([*asked, turn], [TOOL], generate=False).text
-            plain = template.render([*asked, {"role": "assistant", "content": ANSWER}], [TOOL], generate=False).text
+            prompt = template.render(messages, [TOOL], generate=True).text
+            rendered = template.render([*messages, turn], [TOOL], generate=False).text
+            plain = template.render([*messages, {"role": "assistant", "content": ANSWER}], [TOOL], generate=False).text
         except TemplateRefused:
             continue  # the template refuses such a conversation; its text may still name a format
-        whole = whole.removesuffix(plain.rpartition(ANSWER)[2])  # the end of a turn is not a part of the call
-        if whole.startswith(prompt):
-            yield whole[len(prompt) :], prompt.rfind("<think>") > prompt.rfind("</think>")
+        rendered = rendered.removesuffix(plain.rpartition(ANSWER)[2])  # the end of a turn is not a part of the call
+        if rendered.startswith(prompt):
+            yield rendered[len(prompt) :], prompt.rfind("<think>") > prompt.rfind("</think>")
         else:
-            yield whole.rpartition(QUESTION)[2], False
+            yield rendered.rpartition(QUESTION)[2], False

@@ -66,6 +66,6 @@ def _message(index: int, role: str, flag: bool, *, with_calls: bool) -> dict[str
     return message
 
 
-def call_id(slot: Slot, written: str) -> str:
+def call_id(slot: Slot, own_id: str) -> str:
     """The id of a call: the model's own, or if it wrote none that can be repeated, nine digits."""
-    return written if CALL_ID.fullmatch(written) else f"{int(slot.name[1:]):09d}"
+    return own_id if CALL_ID.fullmatch(own_id) else f"{int(slot.name[1:]):09d}"

@@ -135,9 +135,9 @@ class TurnReader:
                 code="format_raised",
             ) from error
 
-    def _pieces(self, ids: Sequence[int], whole: str) -> Iterator[str]:
+    def _pieces(self, ids: Sequence[int], text: str) -> Iterator[str]:
         if self._by_id.keys().isdisjoint(ids):
-            yield from self._texts(whole)
+            yield from self._texts(text)
             return
         start = 0
         for index, token in enumerate(ids):
@@ -162,23 +162,23 @@ class TurnReader:
         text.
         """
         thinking = thinking and bool(self._closing)
-        begun = False
+        in_calls = False
         for piece in pieces:
             if isinstance(piece, Marker) and piece in (self._opening, self._closing):
-                if begun:
+                if in_calls:
                     yield str(piece)
                 else:
                     thinking = piece == self._opening
             elif not thinking:
-                begun = begun or isinstance(piece, Marker)
+                in_calls = in_calls or isinstance(piece, Marker)
                 yield piece
 
     def _call(self, call: WrittenCall, schemas: Schemas, *, cut: bool) -> Call:
         """The call, with the message to the model if it cannot be executed."""
         form = f"Nothing was called; {self.format.example}."
         if call.unfinished:
-            why = "the turn's length limit cut it" if cut else "its end is missing"
-            message = f"Error: the tool call was not finished, {why}. {form}"
+            reason = "the turn's length limit cut it" if cut else "its end is missing"
+            message = f"Error: the tool call was not finished, {reason}. {form}"
             problem = CallOutcome.TRUNCATED
         elif call.arguments is None or not call.name or call.problem:
             message = f"Error: the tool call cannot be read: {call.problem or 'it names no tool'}. {form}"
@@ -201,15 +201,17 @@ class TurnReader:
             return Message(role="assistant", text=text, ids=ids)
         token = self._vocabulary.control(self._closing)
         if token is None:
-            head, closed, rest = text.partition(self._closing)
+            head, closed, after_thought = text.partition(self._closing)
             if not closed:
                 return Message(role="assistant", text=text, ids=ids)
-            return Message(role="assistant", text=rest, reasoning=head.rpartition(self._opening)[2].strip("\n"))
+            return Message(
+                role="assistant", text=after_thought, reasoning=head.rpartition(self._opening)[2].strip("\n")
+            )
         if token not in ids:
             return Message(role="assistant", text=text, ids=ids)
         end = list(ids).index(token)
         opening = self._vocabulary.control(self._opening)
-        inside = self._trim([each for each in ids[:end] if each != opening])
+        inside = self._trim([token_id for token_id in ids[:end] if token_id != opening])
         answer = self._trim(ids[end + 1 :])
         decode = self._vocabulary.decode
         return Message(

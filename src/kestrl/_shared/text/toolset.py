@@ -65,7 +65,7 @@ class _Marker:
     def schema(self, schema: Any) -> Any:
         """Marks a schema or a list of schemas."""
         if isinstance(schema, list):
-            return [self.schema(each) for each in cast("list[object]", schema)]
+            return [self.schema(element) for element in cast("list[object]", schema)]
         if not isinstance(schema, dict):
             return self.value(schema)
         entries = cast(dict[str, Any], schema)
@@ -78,13 +78,13 @@ class _Marker:
         if key in VALUES:
             return self.value(value)
         if key in NAMED and isinstance(value, dict):
-            named = cast(dict[str, Any], value)
-            return {self.word(name): self.schema(inner) for name, inner in named.items()}
+            schemas = cast(dict[str, Any], value)
+            return {self.word(name): self.schema(subschema) for name, subschema in schemas.items()}
         return self.schema(value)
 
     def types(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [self.types(each) for each in cast("list[object]", value)]
+            return [self.types(element) for element in cast("list[object]", value)]
         return value if value in JSON_TYPES else self.value(value)
 
     def value(self, value: Any) -> Any:
@@ -93,7 +93,7 @@ class _Marker:
             return self.word(value)
         if isinstance(value, dict):
             entries = cast(dict[str, Any], value)
-            return {self.word(key): self.value(each) for key, each in entries.items()}
+            return {self.word(key): self.value(element) for key, element in entries.items()}
         if isinstance(value, list):
-            return [self.value(each) for each in cast("list[object]", value)]
+            return [self.value(element) for element in cast("list[object]", value)]
         return value

@@ -70,16 +70,16 @@ class Vocabulary:
     def _split_structure(self, text: str) -> tuple[Part, ...]:
         encoding = self._full.encode(text, add_special_tokens=False)
         parts: list[Part] = []
-        done = 0
+        position = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token not in self.control_ids:
                 continue
-            if start > done:
-                parts.append(text[done:start])
+            if start > position:
+                parts.append(text[position:start])
             parts.append(token)
-            done = end
-        if done < len(text):
-            parts.append(text[done:])
+            position = end
+        if position < len(text):
+            parts.append(text[position:])
         return tuple(parts)
 
     def encode(self, parts: Iterable[Part]) -> list[int]:

@@ -141,10 +141,10 @@ def load(path: str, *, field: str) -> Any:
         if not isinstance(cause, ModuleNotFoundError) or cause.name not in MEDIA:
             raise
         with _media():
-            found = importing.load(path, field=field)
-        if not is_loop(found):
+            candidate = importing.load(path, field=field)
+        if not is_loop(candidate):
             raise  # a user's file that needs the module
-        return found
+        return candidate
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def _keep(conversation: Conversation, output: Any) -> Score | None:
     """Applies the returned mask, and returns the reward of the loop, if any, with its metrics."""
     try:
         prompt, response = list(output.prompt_ids), list(output.response_ids)
-        mask = [*([0] * len(prompt)), *(int(each) for each in output.response_mask)]
+        mask = [*([0] * len(prompt)), *(int(bit) for bit in output.response_mask)]
         turns, reward = float(output.num_turns), output.reward_score
         extra: Any = output.extra_fields
         facts = cast(dict[str, Any], dict(extra.get("reward_extra_info") or ()) if extra else {})

@@ -115,16 +115,18 @@ class _FormatParser(ToolParser):
         self, responses_ids: list[int], tools: list[Any] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         definitions = [tool.model_dump(exclude_none=True)["function"] for tool in tools or ()]
-        schemas: dict[str, Mapping[str, Any]] = {each["name"]: each.get("parameters") or {} for each in definitions}
+        schemas: dict[str, Mapping[str, Any]] = {
+            definition["name"]: definition.get("parameters") or {} for definition in definitions
+        }
         content, calls = self.tokenizer.read_turn(responses_ids, schemas)
-        found = [
+        function_calls = [
             FunctionCall(
                 name=call.name,
                 arguments=call.raw if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False),
             )
             for call in calls
         ]
-        return content, found
+        return content, function_calls
 
 
 def build_gpt_oss_tool_response_text(messages: list[dict[str, Any]], tool_call_names: list[str]) -> str:
@@ -184,7 +186,7 @@ class MergeResult:
 def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
     """Does nothing: the manifest's `agent.loop` names the class."""
     del agent_name
-    return lambda found: found
+    return lambda loop_class: loop_class
 
 
 def rollout_trace_op(function: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

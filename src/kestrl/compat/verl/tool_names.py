@@ -94,8 +94,8 @@ class OpenAIFunctionCallSchema(BaseModel):
             arguments: Any = json.loads(parsed_schema.arguments)
         except ValueError:
             arguments = None
-        given = dict[str, Any](arguments) if is_mapping(arguments) else None
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=given or {}), given is None
+        call_arguments = dict[str, Any](arguments) if is_mapping(arguments) else None
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=call_arguments or {}), call_arguments is None
 
 
 class OpenAIFunctionToolCall(BaseModel):
@@ -116,12 +116,12 @@ class BaseTool:
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The tool's own schema, where none is configured."""
-        found: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)
-        if found is None:
+        schema: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)
+        if schema is None:
             raise ValueError(
                 f"{type(self).__name__} has no schema: give `tool_schema` or override get_openai_tool_schema"
             )
-        return found
+        return schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Creates an instance."""

@@ -58,9 +58,9 @@ class VerlTool:
                 f"{cls.__name__} is written for verl: its settings go under `config`, its schema under `tool_schema`; "
                 f"{', '.join(unknown)} would be ignored"
             )
-        given = config.get("tool_schema")
+        tool_schema = config.get("tool_schema")
         try:
-            schema = None if given is None else _FunctionTool.model_validate(given)
+            schema = None if tool_schema is None else _FunctionTool.model_validate(tool_schema)
             self._tool: Any = cls(config=dict(config.get("config") or {}), tool_schema=schema)
         except ValidationError as error:
             raise UserInputError(
@@ -85,11 +85,11 @@ class VerlTool:
 
     async def create(self, create_kwargs: Mapping[str, Any]) -> str:
         """Creates an instance and returns its id. Older classes take keyword arguments and return only the id."""
-        named = inspect.signature(self._tool.create).parameters
-        by_name = {key: value for key, value in create_kwargs.items() if key in named and key != "instance_id"}
-        made: Any = await self._tool.create(**{"create_kwargs": dict(create_kwargs), **by_name})
-        pair: Any = made
-        return str(pair[0] if isinstance(made, tuple) else made)
+        parameters = inspect.signature(self._tool.create).parameters
+        by_name = {key: value for key, value in create_kwargs.items() if key in parameters and key != "instance_id"}
+        id_or_pair: Any = await self._tool.create(**{"create_kwargs": dict(create_kwargs), **by_name})
+        pair: Any = id_or_pair
+        return str(pair[0] if isinstance(id_or_pair, tuple) else id_or_pair)
 
     async def execute(self, instance_id: str, arguments: Mapping[str, Any], filled: Mapping[str, Any]) -> ToolResult:
         """Calls it."""

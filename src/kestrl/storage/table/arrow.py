@@ -42,7 +42,7 @@ def arrow_type(kind: Kind) -> Any:
         return pa.type_for_alias(kind)
     if isinstance(kind, list):
         return pa.list_(arrow_type(kind[0]))
-    return pa.struct([pa.field(name, arrow_type(each)) for name, each in kind.items()])
+    return pa.struct([pa.field(name, arrow_type(member)) for name, member in kind.items()])
 
 
 @cache

@@ -150,4 +150,4 @@ def kind_words(kind: Kind) -> str:
         return kind
     if isinstance(kind, list):
         return f"list<{kind_words(kind[0])}>"
-    return f"struct<{', '.join(f'{name}: {kind_words(each)}' for name, each in kind.items())}>"
+    return f"struct<{', '.join(f'{name}: {kind_words(member)}' for name, member in kind.items())}>"

@@ -22,7 +22,9 @@ def groups_of(records: Sequence[Record]) -> list[StoredGroup]:
     Raises:
         ValueError, KeyError, TypeError: A row is not one that the table's writer makes.
     """
-    return [_stored(list(some)) for _, some in groupby(records, key=lambda record: record["group_index"])]
+    return [
+        _stored(list(group_records)) for _, group_records in groupby(records, key=lambda record: record["group_index"])
+    ]
 
 
 def _load(text: str | None, default: Any) -> Any:
@@ -31,20 +33,22 @@ def _load(text: str | None, default: Any) -> Any:
 
 def _stored(records: Sequence[Record]) -> StoredGroup:
     first = records[0]
-    present = [record for record in records if record["episode"] is not None]
+    episode_records = [record for record in records if record["episode"] is not None]
     return StoredGroup(
         group=Group(
             id=first["group"],
             scenario=_scenario(first),
-            episodes=[_episode(record) for record in present],
+            episodes=[_episode(record) for record in episode_records],
             tools=_load(first["tools"], ()),
             scoring=_load(first["group_scoring"], {}),
         ),
         outcome=GroupOutcome(first["outcome"]),
         attempt=first["attempt"],
         reason=first["reason"],
-        failure=None if present else _failure(first),
-        tokens={record["episode"]: tokens for record in present if (tokens := _tokens(record["rows"])) is not None},
+        failure=None if episode_records else _failure(first),
+        tokens={
+            record["episode"]: tokens for record in episode_records if (tokens := _tokens(record["rows"])) is not None
+        },
     )
 
 

@@ -61,12 +61,14 @@ def message_columns(message: Mapping[str, Any]) -> dict[str, str | None]:
     """A message with its text in columns of their own, and everything else as JSON."""
     texts = {name: message[name] for name in ("role", "content") if isinstance(message.get(name), str)}
     calls = message.get("tool_calls")
-    other = {name: each for name, each in message.items() if name not in texts and (name != "tool_calls" or not calls)}
+    further = {
+        name: content for name, content in message.items() if name not in texts and (name != "tool_calls" or not calls)
+    }
     return {
         "role": texts.get("role"),
         "content": texts.get("content"),
         "tool_calls": dump_json(calls) if calls else None,
-        "other": dump_json(other) if other else None,
+        "other": dump_json(further) if further else None,
     }
 
 
@@ -180,9 +182,9 @@ def _rows_array(places: Sequence[tuple[Episode | None, StoredGroup]]) -> Any:
         if episode is not None:
             tokens = stored.tokens.get(episode.id)
             rows += episode.rows
-            for one, other in _spread(episode.rows, tokens):
-                learner.append(one)
-                advantages.append(other)
+            for logprobs, row_advantages in _spread(episode.rows, tokens):
+                learner.append(logprobs)
+                advantages.append(row_advantages)
     fields = KINDS["rows"][0]  # type: ignore[index]
     columns = [
         _lists([row.token_ids for row in rows], pa.int32()),
@@ -225,8 +227,8 @@ def _offsets(counts: Sequence[int | None]) -> Any:
 def _lists(values: Sequence[array[Any] | bytes | None], kind: Any) -> Any:
     """A column of lists of numbers, joined as bytes."""
     pa = arrow()
-    content = b"".join(memoryview(each).cast("B") for each in values if each is not None)
+    content = b"".join(memoryview(sequence).cast("B") for sequence in values if sequence is not None)
     size = kind.bit_width // 8
     numbers = pa.Array.from_buffers(kind, len(content) // size, [None, pa.py_buffer(content)])
-    offsets = _offsets([None if each is None else len(each) for each in values])
+    offsets = _offsets([None if sequence is None else len(sequence) for sequence in values])
     return pa.ListArray.from_arrays(offsets, numbers)

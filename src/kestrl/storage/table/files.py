@@ -72,15 +72,15 @@ class Ranges(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        count = left if size < 0 else min(size, left)
+        bytes_left = max(0, self.size - self._at)
+        count = bytes_left if size < 0 else min(size, bytes_left)
         content = self._bytes(count) if count else b""
         self._at += len(content)
         return content
 
     def _bytes(self, count: int) -> bytes:
-        known = self._fetched.get((self._at, self._at + count))
-        return self._store.get_range(self._path, self._at, count) if known is None else known
+        content = self._fetched.get((self._at, self._at + count))
+        return self._store.get_range(self._path, self._at, count) if content is None else content
 
 
 class TableFile:

@@ -17,13 +17,13 @@ WRONG = "wrong"
 async def retries(subject: Subject) -> None:
     async with serving(subject) as agent:
         agent.served.says("Hello.")
-        held = agent.served.holds()
-        lost = asyncio.create_task(agent.chat([USER]))
-        await held.asked.wait()
+        hold = agent.served.holds()
+        lost_call = asyncio.create_task(agent.chat([USER]))
+        await hold.asked.wait()
         joined = asyncio.create_task(agent.chat([USER], headers=agent.retrying(1)))
         third = asyncio.create_task(agent.chat([USER], headers=agent.retrying(2)))
-        held.release.set()
-        answers = [await lost, await joined, await third, await agent.chat([USER], headers=agent.retrying(3))]
+        hold.release.set()
+        answers = [await lost_call, await joined, await third, await agent.chat([USER], headers=agent.retrying(3))]
         assert len({answer.text for answer in answers}) == 1, "a retry has another answer"
         assert len(agent.served.prompts) == len((await agent.end()).turns) == 1
 
@@ -33,12 +33,12 @@ async def went_away(subject: Subject) -> None:
     for fields in ({}, {"stream": True}):
         async with serving(subject) as agent:
             agent.served.says("Hello.")
-            held = agent.served.holds()
+            hold = agent.served.holds()
             call = asyncio.create_task(agent.chat([USER], **fields))
-            await held.asked.wait()
+            await hold.asked.wait()
             call.cancel()
-            await held.aborted.wait()
-            held.release.set()
+            await hold.aborted.wait()
+            hold.release.set()
             assert (await agent.chat([USER])).message["content"] == "Hello."
             episode = await agent.end()
             assert (episode.failure, len(episode.rows), len(episode.turns)) == (None, 1, 1)
@@ -81,8 +81,8 @@ async def one_policy(subject: Subject) -> None:
         first = await agent.chat([USER])
         await agent.chat([USER, first.message, user("And?")])
         episode = await agent.end()
-        named = {prompt.policy for prompt in agent.served.prompts} | {turn.policy for turn in episode.turns}
-        assert len(named) == 1, named
+        policies = {prompt.policy for prompt in agent.served.prompts} | {turn.policy for turn in episode.turns}
+        assert len(policies) == 1, policies
 
 
 @TABLE.case(28, title="an engine that dies amid a turn is the episode's typed failure, and no turn")
@@ -117,8 +117,8 @@ async def unique_ids(subject: Subject) -> None:
             for _ in range(2):
                 reply = await agent.chat([USER])
                 ids += [reply.body["id"], reply.calls[0]["id"]]
-            said = (await agent.responses([USER])).body
-            ids += [said["id"], *(entry["id"] for entry in said["output"])]
+            response = (await agent.responses([USER])).body
+            ids += [response["id"], *(entry["id"] for entry in response["output"])]
     assert len(set(ids)) == len(ids)
 
 

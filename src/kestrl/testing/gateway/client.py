@@ -88,9 +88,9 @@ class Agent:
         """Sends a request behind the episode's path, with its key unless `headers` say otherwise. Sets `began` once the
         answer's content has begun.
         """
-        sent = {"authorization": f"Bearer {self.served.api_key}"} if headers is None else headers
+        request_headers = {"authorization": f"Bearer {self.served.api_key}"} if headers is None else headers
         async with asyncio.timeout(SECONDS):
-            return await _request(f"{self.root}{path}", method, body, sent, began)
+            return await _request(f"{self.root}{path}", method, body, request_headers, began)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Reply:
         """A call of Chat Completions, with the tools unless `tools` say otherwise; None leaves a field out."""
@@ -169,7 +169,9 @@ async def _request(
                 began.set()
     finally:
         writer.close()
-    head, _, rest = answer.partition(b"\r\n\r\n")
+    head, _, response_body = answer.partition(b"\r\n\r\n")
     status, *fields = head.decode().split("\r\n")
     pairs = (field.partition(":") for field in fields)
-    return Reply(int(status.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}, rest.decode())
+    return Reply(
+        int(status.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}, response_body.decode()
+    )

@@ -78,7 +78,7 @@ async def reasoning_stripped(subject: Subject) -> None:
 
 @TABLE.case(7, title="reasoning may be sent back; what was not sampled is no turn of the model")
 async def reasoning_kept(subject: Subject) -> None:
-    await _one_row(subject, lambda said: said)
+    await _one_row(subject, lambda messages: messages)
     async with serving(subject) as agent:
         agent.served.says("<think>Hm.</think>Hello.", "Done.")
         first = (await agent.chat([USER])).message
@@ -88,7 +88,9 @@ async def reasoning_kept(subject: Subject) -> None:
 
 @TABLE.case(8, title="a turn whose text was edited begins a row")
 async def edited_text(subject: Subject) -> None:
-    await _fork(subject, "edited_assistant", lambda said: [*said[:2], {**said[2], "content": "I say:"}, said[3]])
+    await _fork(
+        subject, "edited_assistant", lambda messages: [*messages[:2], {**messages[2], "content": "I say:"}, messages[3]]
+    )
 
 
 @TABLE.case(9, title="white space around a turn is no edit, within it is one")
@@ -120,12 +122,12 @@ async def time_stamps(subject: Subject) -> None:
 @TABLE.case(12, title="other tools, and another order of them, begin a row")
 async def other_tools(subject: Subject) -> None:
     for tools in (TOOLS[::-1], TOOLS[:1]):
-        await _fork(subject, "tools_changed", lambda said: said, tools=tools)
+        await _fork(subject, "tools_changed", lambda messages: messages, tools=tools)
 
 
 @TABLE.case(13, title="a compaction begins a row")
 async def compaction(subject: Subject) -> None:
-    await _fork(subject, "compacted", lambda said: [*said[:2], user("So far: 2.")])
+    await _fork(subject, "compacted", lambda messages: [*messages[:2], user("So far: 2.")])
 
 
 @TABLE.case(14, title="a sub-agent has a row of its own, and the main conversation goes on in its own")

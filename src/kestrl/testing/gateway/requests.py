@@ -51,10 +51,10 @@ async def forced_sampling(subject: Subject) -> None:
 
 @TABLE.case(36, title="a forced tool_choice is sampled as auto and recorded, or refused where the job says so")
 async def forced_choice(subject: Subject) -> None:
-    named = {"type": "function", "function": {"name": "search"}}
+    named_choice = {"type": "function", "function": {"name": "search"}}
     async with serving(subject) as agent:
         agent.served.says("Hello.")
-        for choice in ("required", named):
+        for choice in ("required", named_choice):
             assert (await agent.chat([USER], tool_choice=choice)).message["content"] == "Hello."
         assert (await agent.end()).metrics["asked_not_forced.tool_choice"] == 2
     async with serving(subject, refuses=("tool_choice",)) as agent:
@@ -127,11 +127,11 @@ async def many_tokens(subject: Subject) -> None:
 async def kept_alive(subject: Subject) -> None:
     async with serving(subject, keep_alive=0.01) as agent:
         agent.served.says("Hello.")
-        held, began = agent.served.holds(), asyncio.Event()
+        hold, began = agent.served.holds(), asyncio.Event()
         call = asyncio.create_task(agent.chat([USER], stream=True, began=began))
-        await held.asked.wait()
+        await hold.asked.wait()
         await began.wait()
-        held.release.set()
+        hold.release.set()
         reply = await call
         assert reply.text.startswith(":"), "no comment was sent"
         assert reply.events[0]["choices"][0]["delta"]["content"] == "Hello."

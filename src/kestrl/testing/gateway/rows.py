@@ -34,8 +34,8 @@ async def _tool_loop(agent: Agent, turns: Sequence[str], tools: Sequence[Mapping
 async def _as_the_own_loop(subject: Subject, turns: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> Episode:
     async with serving(subject) as agent:
         episode = await _tool_loop(agent, turns, tools)
-    own = await subject.own_loop([SYSTEM, USER], tools, turns)
-    assert _ids(episode) == _ids(own), "the tokens or the mask are not those of the own loop"
+    expected = await subject.own_loop([SYSTEM, USER], tools, turns)
+    assert _ids(episode) == _ids(expected), "the tokens or the mask are not those of the own loop"
     assert forks(episode) == {}
     return episode
 
@@ -67,11 +67,11 @@ async def several_calls(subject: Subject) -> None:
 
 @TABLE.case(18, title="a stream has the tokens and the message of a whole answer")
 async def streams(subject: Subject) -> None:
-    said = "Look.\n" + subject.call_text("search", {"word": "a"})
+    turn_text = "Look.\n" + subject.call_text("search", {"word": "a"})
     rows: list[list[int]] = []
     for fields in ({}, {"stream": True}):
         async with serving(subject) as agent:
-            agent.served.says(said)
+            agent.served.says(turn_text)
             reply = await agent.chat([USER], **fields)
             if fields:
                 choices = [event["choices"][0] for event in reply.events]
@@ -88,16 +88,16 @@ async def streams(subject: Subject) -> None:
 
 @TABLE.case(20, title="a turn that is cut amid a call or amid its reasoning is text, and the conversation goes on")
 async def cut_turns(subject: Subject) -> None:
-    whole = subject.call_text("search", {"word": "kestrel"})
-    for said in (whole[: len(whole) // 2], "<think>Hm"):
+    call_text = subject.call_text("search", {"word": "kestrel"})
+    for turn_text in (call_text[: len(call_text) // 2], "<think>Hm"):
         async with serving(subject) as agent:
-            agent.served.says(said, "Done.")
+            agent.served.says(turn_text, "Done.")
             first = await agent.chat([USER])
             assert first.calls == [], "a call was made of one that has no end"
             await agent.chat([USER, first.message, user("Go on.")])
             assert [turn.row for turn in (await agent.end()).turns] == [0, 0]
     async with serving(subject) as agent:
-        agent.served.says(whole)
+        agent.served.says(call_text)
         cut = await agent.chat([USER], max_tokens=5)
         assert (cut.body["choices"][0]["finish_reason"], cut.calls) == ("length", [])
         assert [sum(row.mask) for row in (await agent.end()).rows] == [5]
@@ -107,14 +107,14 @@ async def cut_turns(subject: Subject) -> None:
 async def malformed_calls(subject: Subject) -> None:
     broken = subject.call_text("search", {"word": "a"}).replace("}", "", 1).replace('"word"', '"word')
     prose = 'Write "{\\"name\\": \\"search\\"}".'
-    for said, calls in ((broken, []), (prose, []), (subject.call_text("gone", {}), ["gone"])):
+    for turn_text, calls in ((broken, []), (prose, []), (subject.call_text("gone", {}), ["gone"])):
         async with serving(subject) as agent:
-            agent.served.says(said, "Done.")
+            agent.served.says(turn_text, "Done.")
             reply = await agent.chat([USER])
-            assert [call["function"]["name"] for call in reply.calls] == calls, said
+            assert [call["function"]["name"] for call in reply.calls] == calls, turn_text
             after = [tool_result(call, "No.") for call in reply.calls] or [user("Sure?")]
             await agent.chat([USER, reply.message, *after])
-            assert [turn.row for turn in (await agent.end()).turns] == [0, 0], said
+            assert [turn.row for turn in (await agent.end()).turns] == [0, 0], turn_text
 
 
 @TABLE.case(22, title="control tokens that a user, a tool or arguments bring stay text")
@@ -131,7 +131,7 @@ async def control_tokens(subject: Subject) -> None:
         first = (await agent.chat([user(evil)])).message
         await agent.chat([user(evil), first, tool_result(first["tool_calls"][0], evil)])
         row = (await agent.end()).rows[0]
-    counted = [[token for token in each.token_ids if token in controls] for each in (plain_row, row)]
+    counted = [[token for token in some_row.token_ids if token in controls] for some_row in (plain_row, row)]
     assert counted[0] == counted[1], "text became control tokens"
 
 
@@ -174,15 +174,15 @@ async def _by_chat(agent: Agent) -> None:
 async def _by_messages(agent: Agent) -> None:
     tools = [{"name": "search", "description": "Looks up.", "input_schema": SCHEMA}]
     options: dict[str, Any] = {"tools": tools, "system": SYSTEM["content"]}
-    said = (await agent.messages([USER], **options)).body["content"]
-    results = [{"type": "tool_result", "tool_use_id": said[0]["id"], "content": "2"}]
-    echo = [{"role": "assistant", "content": said}, {"role": "user", "content": results}]
+    content_blocks = (await agent.messages([USER], **options)).body["content"]
+    results = [{"type": "tool_result", "tool_use_id": content_blocks[0]["id"], "content": "2"}]
+    echo = [{"role": "assistant", "content": content_blocks}, {"role": "user", "content": results}]
     await agent.messages([USER, *echo], **options)
 
 
 async def _by_responses(agent: Agent) -> None:
     tools = [{"type": "function", "name": "search", "description": "Looks up.", "parameters": SCHEMA}]
     options: dict[str, Any] = {"tools": tools, "instructions": SYSTEM["content"]}
-    said = (await agent.responses([USER], **options)).body["output"]
-    output = {"type": "function_call_output", "call_id": said[0]["call_id"], "output": "2"}
-    await agent.responses([USER, *said, output], **options)
+    output_items = (await agent.responses([USER], **options)).body["output"]
+    output = {"type": "function_call_output", "call_id": output_items[0]["call_id"], "output": "2"}
+    await agent.responses([USER, *output_items, output], **options)

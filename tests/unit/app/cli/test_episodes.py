@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kestrl._app.cli import episodes as commands
 from kestrl._app.cli.main import app
-from kestrl._app.episodes.query import Condition
+from kestrl._app.episodes.query import EpisodeCondition
 from kestrl._app.local.rundir import RunDir
 from kestrl.data.locate import locate_model
 from kestrl.episode import Episode, Group, Purpose, Scenario, StopReason
@@ -139,7 +139,7 @@ def test_a_condition_that_is_wrong_or_reaches_outside_is_one_error(
 
 def test_a_condition_changes_no_setting() -> None:
     local_table = arrow().table({"name": ["a/0"]})  # noqa: F841 - a variable that DuckDB could read by its name
-    condition = Condition("true")
+    condition = EpisodeCondition("true")
     with pytest.raises(condition._duckdb.Error, match="locked"):
         condition._connection.execute("SET enable_external_access = true")
     with pytest.raises(condition._duckdb.Error, match="does not exist"):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kestrl._app.cli import memory
 from kestrl._app.cli.main import app
 from kestrl._shared import checking
-from kestrl._shared.plan.memory import GIB, MemoryEstimate, Part, changes, memory_settings
+from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemoryPart, changes, memory_settings
 from kestrl._shared.spec.load import parse_job
 from kestrl._shared.spec.sft import parse_sft_job
 from kestrl.errors import UserInputError
@@ -20,7 +20,7 @@ from kestrl.errors import UserInputError
 pytestmark = pytest.mark.share
 
 pytestmark = pytest.mark.timeout(180)  # the learner's program imports torch
-TRAINED = {Part.ADAPTER: GIB // 4, Part.GRADIENTS: GIB // 4, Part.OPTIMIZER: GIB // 2}
+TRAINED = {MemoryPart.ADAPTER: GIB // 4, MemoryPart.GRADIENTS: GIB // 4, MemoryPart.OPTIMIZER: GIB // 2}
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_the_step_is_the_longest_that_the_manifest_allows() -> None:
 
 def changed(activations: float, rows: int, document: dict[str, Any]) -> list[str]:
     parse: Any = parse_sft_job if document["kind"] == "SFTJob" else parse_job
-    parts = {Part.BASE: 2 * GIB, **TRAINED, Part.ACTIVATIONS: int(activations * GIB)}
+    parts = {MemoryPart.BASE: 2 * GIB, **TRAINED, MemoryPart.ACTIVATIONS: int(activations * GIB)}
     return list(
         changes(memory_settings(parse(document), model="m", row=(16, 48)), MemoryEstimate(parts=parts, rows=rows))
     )
@@ -172,7 +172,7 @@ def test_the_largest_part_names_its_field_first() -> None:
 
 
 def test_a_device_must_hold_the_estimate_and_its_margin() -> None:
-    found = MemoryEstimate(parts={Part.BASE: 10 * GIB}, rows=1)
+    found = MemoryEstimate(parts={MemoryPart.BASE: 10 * GIB}, rows=1)
     assert found.fits(11.01 * GIB)
     assert not found.fits(10.9 * GIB)
     asked = memory_settings(parse_job(job()), model="m", row=None)

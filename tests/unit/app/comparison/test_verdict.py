@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrl._app.comparison.verdict import Curve, judge
+from kestrl._app.comparison.verdict import EvaluationCurve, judge
 from kestrl._shared.spec.threshold import ThresholdSpec, parse_threshold
 from kestrl.errors import UserInputError
 
@@ -32,9 +32,9 @@ def spec(**fields: Any) -> ThresholdSpec:
     return parse_threshold(document).spec
 
 
-def curve(*values: float, seed: int = 42, **facts: float) -> Curve:
+def curve(*values: float, seed: int = 42, **facts: float) -> EvaluationCurve:
     points = [{"step": 5 * index, "reward": value, "episodes": 100.0, **facts} for index, value in enumerate(values)]
-    return Curve(run=f"run-{seed}", seed=seed, evaluations=points)
+    return EvaluationCurve(run=f"run-{seed}", seed=seed, evaluations=points)
 
 
 def test_the_mean_of_the_last_evaluations_is_judged() -> None:
@@ -74,7 +74,7 @@ def test_a_rise_is_asked_of_every_seed() -> None:
 
 def test_a_rise_needs_an_evaluation_before() -> None:
     points = curve(0.1, 0.9, 0.9, 0.9).evaluations[1:]
-    verdict = judge(spec(minRise=0.2), [Curve(run="run", seed=1, evaluations=points)])
+    verdict = judge(spec(minRise=0.2), [EvaluationCurve(run="run", seed=1, evaluations=points)])
     assert verdict.problems == ("run: reward was not evaluated before training, and must rise by 0.2",)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kestrl._app.engines.interpreter import (
-    EngineBuild,
+    InterpreterBuild,
     engine_build,
     engine_python,
     installed_engine,
@@ -144,9 +144,9 @@ def test_a_path_that_is_no_program_is_refused(tmp_path: Path) -> None:
         assert why in str(refusal.value)
 
 
-def build(**distributions: str) -> EngineBuild:
+def build(**distributions: str) -> InterpreterBuild:
     versions = {name.replace("_", "-"): version for name, version in distributions.items()}
-    return EngineBuild(python="/p", distributions=versions)
+    return InterpreterBuild(python="/p", distributions=versions)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def build(**distributions: str) -> EngineBuild:
     ids=str,
 )
 def test_an_engine_for_another_device_or_of_another_version_is_refused(
-    found: EngineBuild, profile: str, version: str | None, field: str
+    found: InterpreterBuild, profile: str, version: str | None, field: str
 ) -> None:
     problem = misfit(found, Inference(accelerator=Accelerator(profile=profile), version=version))
     assert problem.partition(":")[0] == field

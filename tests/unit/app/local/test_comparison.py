@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kestrl._app.cli.evaluations import sampling_of
-from kestrl._app.local.comparison import Evaluation, as_json, details, remarks, report, table
+from kestrl._app.local.comparison import PolicyEvaluation, as_json, details, remarks, report, table
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl.episode import Group
 from kestrl.errors import UserInputError
@@ -19,8 +19,8 @@ from kestrl.runstate.sampling import GREEDY, EvaluationSampling
 from kestrl.testing.attempts import make_attempt
 
 
-def evaluation(label: str, *, sampling: EvaluationSampling = GREEDY, **means: float) -> Evaluation:
-    return Evaluation(
+def evaluation(label: str, *, sampling: EvaluationSampling = GREEDY, **means: float) -> PolicyEvaluation:
+    return PolicyEvaluation(
         label=label,
         policy=f"job.{label}",
         means=means,
@@ -31,7 +31,7 @@ def evaluation(label: str, *, sampling: EvaluationSampling = GREEDY, **means: fl
     )
 
 
-def rows(*evaluations: Evaluation) -> list[str]:
+def rows(*evaluations: PolicyEvaluation) -> list[str]:
     console = Console(width=80)
     with console.capture() as captured:
         console.print(table(evaluations))

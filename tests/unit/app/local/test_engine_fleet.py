@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from kestrl._app.local import engine_fleet
-from kestrl._app.local.engine_fleet import EngineFleet, ScaleRequest, check_scale
+from kestrl._app.local.engine_fleet import LocalEngineFleet, ScaleRequest, check_scale
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.site import replicas
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.settings.learner import EngineList
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl.errors import UserInputError
 
@@ -79,14 +79,14 @@ class Fleet:
             work_dir=str(folder),
             engines_file=str(folder / "engines.json"),
         )
-        self.fleet = EngineFleet(job(), site, folder, self.ports, self.supervisor, self.said.append)
+        self.fleet = LocalEngineFleet(job(), site, folder, self.ports, self.supervisor, self.said.append)
         self.fleet._components = lambda index: tuple(  # what the plan makes of it needs an engine
             Component(name=f"{role}-{index}", role=role, module=module)
             for role, module in ((Role.ENGINE, "sleeper"), (Role.INFERENCE, "drainer"))
         )
 
-    def _endpoint(self, role: Role, index: int) -> Endpoint:
-        return Endpoint(bind="127.0.0.1", host="127.0.0.1", port=self.ports.get((role, index), 1))
+    def _endpoint(self, role: Role, index: int) -> ReplicaEndpoint:
+        return ReplicaEndpoint(bind="127.0.0.1", host="127.0.0.1", port=self.ports.get((role, index), 1))
 
     def asks_for(self, engines: int) -> None:
         (self.folder / "scale.json").write_text(ScaleRequest(engines=engines).model_dump_json())

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrl._app.local import logs
-from kestrl._app.local.logs import LOG_BYTES, Follower, Log, older, tail
+from kestrl._app.local.logs import LOG_BYTES, Log, LogFollower, older, tail
 from kestrl._app.local.processes import Launcher, last_error
 from kestrl._app.local.rundir import RunDir
 from kestrl._shared.credentials import Secret
@@ -62,7 +62,7 @@ def test_a_full_disk_ends_no_component(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_reader_follows_over_rotations_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     seen = list[str]()
-    with closing(Log(path, 200)) as log, closing(Follower(path, at_end=False)) as follower:
+    with closing(Log(path, 200)) as log, closing(LogFollower(path, at_end=False)) as follower:
         for number in range(100):
             log.write(b"line %04d\nhalf" % number)
             seen += follower.lines()
@@ -73,7 +73,7 @@ def test_a_reader_follows_over_rotations_and_loses_nothing(tmp_path: Path) -> No
 
 def test_a_reader_that_is_early_waits_for_the_log(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    with closing(Follower(path, at_end=True)) as follower:
+    with closing(LogFollower(path, at_end=True)) as follower:
         assert list(follower.lines()) == []
         with closing(Log(path)) as log:
             log.write(b"first\n")

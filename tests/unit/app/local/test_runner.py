@@ -14,12 +14,12 @@ from rich.console import Console
 from tests.fakes.ports import free_port
 from tests.fakes.stored_runs import make_run
 
-from kestrl._app.local.report import Outcome
+from kestrl._app.local.report import RunOutcome
 from kestrl._app.local.rundir import RunDir
-from kestrl._app.local.runner import Options, Runner
+from kestrl._app.local.runner import Runner, RunOptions
 from kestrl._app.local.view import PlainView
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.site import Endpoint, Site
+from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl.errors import EngineFailure
 
 Report = Callable[[str, bool], None]
@@ -71,17 +71,17 @@ async def test_what_a_run_is_sent_to_changes_nothing_of_its_outcome(tmp_path: Pa
     for folder in ("logs", "settings"):
         (run.path / folder).mkdir()
     (run.path / "ends.py").write_text(LEARNER)
-    place = Endpoint(bind="127.0.0.1", host="127.0.0.1", port=free_port())
+    place = ReplicaEndpoint(bind="127.0.0.1", host="127.0.0.1", port=free_port())
     site = Site(
         run="job-1", endpoint=lambda role, index: place, model="m", template=None, train="t", validation=None,
         storage="s", database="d", work_dir=str(tmp_path), engines_file=str(tmp_path / "engines.json"),
     )  # fmt: skip
     learner = Component(name="learner-0", role=Role.LEARNER, module="ends", restarts=False)
     follower = Follower(finish)
-    options = Options(manifest_dir=tmp_path, cache_dir=tmp_path, follower=follower)
+    options = RunOptions(manifest_dir=tmp_path, cache_dir=tmp_path, follower=follower)
     console = Console(record=True, width=200, file=StringIO())
     runner = Runner(run.job(), run, site, [learner], PlainView(console), options, {})
-    assert await runner.run() == Outcome(0)
+    assert await runner.run() == RunOutcome(0)
     assert follower.cancelled or finish == "broken"
     record = run.record()
     assert record is not None

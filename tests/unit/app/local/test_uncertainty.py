@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kestrl._app.local.comparison import Evaluation, as_json, remarks, table
+from kestrl._app.local.comparison import PolicyEvaluation, as_json, remarks, table
 from kestrl._app.local.uncertainty import different_questions, paired, pairs_of, standard_error, values_of
 from kestrl.episode import Failure, Group
 from kestrl.runstate.sampling import EvaluationSampling
@@ -80,12 +80,12 @@ def test_questions_of_one_policy_alone_are_said_and_not_compared() -> None:
 
 
 def test_a_comparison_shows_errors_and_the_difference() -> None:
-    def evaluation(label: str, rewards: Mapping[int, Sequence[float | None]]) -> Evaluation:
+    def evaluation(label: str, rewards: Mapping[int, Sequence[float | None]]) -> PolicyEvaluation:
         made = groups(rewards)
         mean = sum(episode.reward or 0 for group in made for episode in group.episodes) / len(made)
         sampling = EvaluationSampling(samples=2, temperature=1.0)
         folder = Path("folder")
-        return Evaluation(
+        return PolicyEvaluation(
             label=label, policy=label, means={"reward": mean}, groups=made, folder=folder, sampling=sampling
         )
 

@@ -18,7 +18,7 @@ from kestrl._app.local import view as views
 from kestrl._app.local.progress import BARS, sparkline
 from kestrl._app.local.rundir import RECORD
 from kestrl._app.local.runner_record import ComponentRecord, RunnerRecord
-from kestrl._app.local.supervisor import Observed
+from kestrl._app.local.supervisor import ObservedChild
 from kestrl._app.local.view import START_SECONDS, LiveView, PlainView
 from kestrl._shared.plan.components import Component, Role
 from kestrl.runstate.state import Activity, RunState, Steps
@@ -87,7 +87,7 @@ def test_a_long_start_repeats_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views.time, "monotonic", lambda: clock[0])
     file = StringIO()
     view = PlainView(Console(file=file, width=200))
-    engine = Observed(Component(name="engine-0", role=Role.ENGINE, module="engine"))
+    engine = ObservedChild(Component(name="engine-0", role=Role.ENGINE, module="engine"))
     for _ in range(10):
         view.update(RunState(), {"engine-0": engine})
         clock[0] += START_SECONDS / 4

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kestrl._app.cli.main import app
 from kestrl._app.plays import playing
 from kestrl._app.plays.playing import plays_of
-from kestrl._app.plays.verdict import Verdict
+from kestrl._app.plays.verdict import PlaysVerdict
 from kestrl._shared.spec import parse_job
 from kestrl._shared.spec.environments import Environment
 from kestrl.errors import UserInputError
@@ -21,7 +21,7 @@ from kestrl.errors import UserInputError
 PLANTED = Path(__file__).with_name("planted.py").read_text(encoding="utf-8")
 REPORT = Path(__file__).parents[3] / "data" / "reports" / "vf_validate"
 WORDS = ("lamp", "chair")
-Check = Callable[..., Verdict]
+Check = Callable[..., PlaysVerdict]
 
 
 def ours(_: Environment | None) -> None:
@@ -34,7 +34,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setattr(playing, "interpreter_of", ours)
     (tmp_path / "planted_plays.py").write_text(PLANTED, encoding="utf-8")
 
-    def run(reports: Sequence[Path] = (), **spec: Any) -> Verdict:
+    def run(reports: Sequence[Path] = (), **spec: Any) -> PlaysVerdict:
         rows = ({"word": word} if "environment" in spec else {"prompt": "?", "answer": word} for word in WORDS)
         (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         job = parse_job(

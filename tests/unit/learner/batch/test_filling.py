@@ -33,7 +33,7 @@ GROUPS = st.lists(
 def test_every_episode_is_in_one_pass_and_a_pass_of_several_is_within_the_limit(
     groups: list[Sizes], least: int
 ) -> None:
-    plan = filled(groups, joined=LIMIT, least=least)
+    plan = filled(groups, joined=LIMIT, least_passes=least)
     computed = [(number, episode) for chosen in plan for number, some in chosen for episode in some]
     assert sorted(computed) == [
         (number, one) for number, size in enumerate(groups) for one in range(len(size.episodes))
@@ -42,7 +42,7 @@ def test_every_episode_is_in_one_pass_and_a_pass_of_several_is_within_the_limit(
         assert len({number for number, _ in chosen}) == len(chosen), "a piece for each group"
         several = sum(len(some) for _, some in chosen) > 1
         assert tokens(groups, chosen) <= LIMIT or not several
-    assert plan == filled(groups, joined=LIMIT, least=least)
+    assert plan == filled(groups, joined=LIMIT, least_passes=least)
 
 
 @given(groups=st.lists(st.builds(lambda prompt: sizes(prompt, *[40] * 8), st.integers(0, 100)), min_size=1, max_size=9))
@@ -64,7 +64,7 @@ def test_groups_of_more_than_half_a_pass_are_cut_where_that_saves_passes() -> No
 
 def test_each_rank_keeps_a_pass() -> None:
     groups = [sizes(20, 60, 60)] * 4
-    assert [len(filled(groups, joined=LIMIT, least=ranks)) for ranks in (1, 2, 4)] == [1, 2, 4]
+    assert [len(filled(groups, joined=LIMIT, least_passes=ranks)) for ranks in (1, 2, 4)] == [1, 2, 4]
 
 
 def test_groups_above_the_joined_limit_stay_alone() -> None:

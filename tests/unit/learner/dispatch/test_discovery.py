@@ -9,7 +9,7 @@ import pytest
 
 from kestrl._shared.rpc.lookup import resolved
 from kestrl_learner.dispatch import workers
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 
 async def test_a_name_stands_for_all_of_its_addresses() -> None:
@@ -39,7 +39,7 @@ async def test_workers_come_and_go_while_it_trains(staged: Any, monkeypatch: pyt
             return group
 
         stage.workers[0].script = stage.workers[1].script = seen
-        await Run(stage.but(rollout_addresses=("dns://job-rollout:7000",))).main()
+        await LearnerRun(stage.but(rollout_addresses=("dns://job-rollout:7000",))).main()
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["failures"] == {}
         assert all(worker.requests for worker in stage.workers)
@@ -62,7 +62,7 @@ async def test_who_goes_ends_what_it_has(staged: Any, monkeypatch: pytest.Monkey
         worker = stage.workers[0]
         worker.gate = asyncio.Event()
         run = asyncio.create_task(
-            Run(stage.but(rollout_addresses=("dns://job-rollout:7000",), validation=None, max_steps=2)).main()
+            LearnerRun(stage.but(rollout_addresses=("dns://job-rollout:7000",), validation=None, max_steps=2)).main()
         )
         async with asyncio.timeout(20):
             while worker.running == 0:  # noqa: ASYNC110 - the fake only has a count

@@ -12,7 +12,7 @@ from kestrl._shared.backoff import Backoff
 from kestrl.errors import EngineFailure
 from kestrl_learner.dispatch import retry_pause
 from kestrl_learner.dispatch.retry_pause import RetryPause
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 
 class Clock:
@@ -55,7 +55,7 @@ async def test_while_it_pauses_no_group_is_started(staged: Any, monkeypatch: pyt
             return group if len(asked) > 2 else EngineFailure("it is being started again", code="engine_lost")
 
         stage.workers[0].script = away
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         assert asked[2] - asked[0] >= 0.39  # the two that ran at once failed; the next came after the pause
         assert len(asked) == 6
         assert stage.summary["status"] == "succeeded"

@@ -21,7 +21,7 @@ from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.dispatch.running_groups import RunningGroup, RunningGroups
 from kestrl_learner.dispatch.testing import CheckedSource
 from kestrl_learner.ledger import Lease, Ledger
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.run_resources import RunResources
 
 
@@ -149,7 +149,7 @@ async def test_training_takes_groups_from_any_source(
 
     async with staged() as stage:
         monkeypatch.setattr(run_module, "_rollouts", checked)
-        await Run(stage.but(max_steps=2, validation=None)).main()
+        await LearnerRun(stage.but(max_steps=2, validation=None)).main()
         asked, trained = len(stage.asked()), stage.adapter_bytes(2)
         recorded = ObjectEpisodeStore(open_store(stage.settings.storage))
         made: list[Replay] = []
@@ -162,7 +162,7 @@ async def test_training_takes_groups_from_any_source(
         other = tmp_path / "other"
         other.mkdir()
         again = {"storage": (other / "store").as_uri(), "database": f"sqlite:///{other}/ledger.db"}
-        await Run(stage.but(max_steps=2, validation=None, **again)).main()
+        await LearnerRun(stage.but(max_steps=2, validation=None, **again)).main()
         assert len(stage.asked()) == asked, "no group is rolled out"
         (folder,) = (other / "store" / "adapters").glob("000002-*")
         assert (folder / "adapter_model.safetensors").read_bytes() == trained

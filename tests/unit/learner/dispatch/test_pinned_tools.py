@@ -14,7 +14,7 @@ from kestrl.errors import Boundary, ToolFailure
 from kestrl.storage import layout, open_store
 from kestrl_learner.concurrency import guarded
 from kestrl_learner.dispatch.pinned_tools import PinnedTools
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 
 async def verified(folder: Path, *digests: Mapping[str, str]) -> None:
@@ -58,14 +58,14 @@ async def test_no_group_with_other_tools_is_trained_on(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].tool_digests = {"files": "a"}
         async with asyncio.timeout(30):
-            await Run(stage.but(max_steps=1)).main()
+            await LearnerRun(stage.but(max_steps=1)).main()
         stage.workers[0].tool_digests = {"files": "b"}
         with pytest.raises(ToolFailure, match="files: the server lists other tools"):
             async with asyncio.timeout(30):
-                await Run(stage.but(max_steps=2)).main()
+                await LearnerRun(stage.but(max_steps=2)).main()
         assert (stage.summary["status"], stage.summary["steps"]) == ("failed", 1)
         assert stage.states["trained"] == 2
         stage.workers[0].tool_digests = {"files": "a"}
         async with asyncio.timeout(30):
-            await Run(stage.but(max_steps=2)).main()
+            await LearnerRun(stage.but(max_steps=2)).main()
         assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", 2)

@@ -12,8 +12,8 @@ from tests.unit.learner.fakes import DECOUPLED, running, until
 
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl_learner.engines import engines
-from kestrl_learner.engines.admission import Admission, EngineLoad
-from kestrl_learner.run import Run
+from kestrl_learner.engines.admission import EngineLoad, EpisodeLimit
+from kestrl_learner.run import LearnerRun
 
 CALM = EngineLoad(kv_usage=0.3, running=4)
 FULL = EngineLoad(kv_usage=0.97, running=4)
@@ -21,49 +21,49 @@ QUEUED = EngineLoad(kv_usage=0.5, running=4, waiting=5)
 
 
 def test_without_trouble_there_is_no_limit() -> None:
-    admission = Admission(8)
+    admission = EpisodeLimit(8)
     for _ in range(5):
-        admission.update({"a": CALM, "b": CALM}, running=64, most=64)
+        admission.update({"a": CALM, "b": CALM}, running=64, ceiling=64)
     assert admission.limit is None
     assert admission.groups(64) is None
 
 
 def test_a_preemption_lowers_the_limit_and_calm_raises_it_again() -> None:
-    admission = Admission(8)
-    admission.update({"a": EngineLoad(preemptions=1)}, running=64, most=64)
+    admission = EpisodeLimit(8)
+    admission.update({"a": EngineLoad(preemptions=1)}, running=64, ceiling=64)
     assert admission.limit == 44
     assert admission.groups(40) == 0
     assert admission.groups(20) == 3
     limits = []
     for _ in range(3):
-        admission.update({"a": EngineLoad(preemptions=1)}, running=40, most=64)
+        admission.update({"a": EngineLoad(preemptions=1)}, running=40, ceiling=64)
         limits.append(admission.limit)
     assert limits == [52, 60, None]
 
 
 def test_full_engines_get_no_more_than_they_have() -> None:
-    admission = Admission(8)
-    admission.update({"a": FULL, "b": QUEUED}, running=32, most=64)
+    admission = EpisodeLimit(8)
+    admission.update({"a": FULL, "b": QUEUED}, running=32, ceiling=64)
     assert admission.limit == 32
-    admission.update({"a": FULL, "b": CALM}, running=32, most=64)
+    admission.update({"a": FULL, "b": CALM}, running=32, ceiling=64)
     assert admission.limit == 40
 
 
 def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
-    admission = Admission(8)
-    admission.update({"a": EngineLoad(preemptions=9)}, running=64, most=64)
+    admission = EpisodeLimit(8)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=64, ceiling=64)
     before = admission.limit
-    admission.update({"a": EngineLoad(preemptions=0)}, running=32, most=64)
+    admission.update({"a": EngineLoad(preemptions=0)}, running=32, ceiling=64)
     assert before is not None
     assert admission.limit == before + 8
 
 
 def test_old_preemptions_do_not_count_again_when_an_agent_returns() -> None:
-    admission = Admission(8)
-    admission.update({"a": EngineLoad(preemptions=9)}, running=64, most=64)
-    admission.update({}, running=32, most=64)
+    admission = EpisodeLimit(8)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=64, ceiling=64)
+    admission.update({}, running=32, ceiling=64)
     before = admission.limit
-    admission.update({"a": EngineLoad(preemptions=9)}, running=32, most=64)
+    admission.update({"a": EngineLoad(preemptions=9)}, running=32, ceiling=64)
     assert before is not None
     assert admission.limit is None or admission.limit > before
 
@@ -79,9 +79,9 @@ LOADS = st.builds(
 
 @given(st.lists(st.tuples(st.dictionaries(st.sampled_from("ab"), LOADS), st.integers(0, 200))), st.integers(1, 16))
 def test_whatever_engines_say_a_group_may_always_run(looks: list[tuple[dict[str, Any], int]], size: int) -> None:
-    admission = Admission(size)
+    admission = EpisodeLimit(size)
     for loads, busy in looks:
-        admission.update(loads, running=busy, most=128)
+        admission.update(loads, running=busy, ceiling=128)
         assert admission.limit is None or size <= admission.limit
         allowed = admission.groups(0)
         assert allowed is None or allowed >= 1
@@ -134,7 +134,9 @@ async def test_a_run_starts_fewer_groups_when_its_engines_are_short_of_cache(
         worker, running = stage.workers[0], list[int]()
         worker.gate = asyncio.Event()
         worker.script = lambda request, group: running.append(worker.running) or group
-        run = asyncio.create_task(Run(stage.but(validation=None, max_steps=3, algorithm={"groups_per_step": 3})).main())
+        run = asyncio.create_task(
+            LearnerRun(stage.but(validation=None, max_steps=3, algorithm={"groups_per_step": 3})).main()
+        )
         async with asyncio.timeout(20):
             while worker.running < 9:  # noqa: ASYNC110 - the fake only has a count; three groups run at once
                 await asyncio.sleep(0.005)

@@ -23,7 +23,7 @@ from tests.unit.learner.ledger.learner_process import EPOCHS, GROUPS, SIZE, open
 
 from kestrl.storage import open_store
 from kestrl_learner.ledger import Ledger, Superseded
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.run_record import RunRecord
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_branch_that_was_given_up_is_skipped(tmp_path: Path) -
 
 async def test_a_replaced_learner_ends_and_writes_no_summary_or_checkpoint(staged: Any) -> None:
     async with staged() as stage:
-        run = Run(stage.but(max_steps=6, checkpoint_every=1))
+        run = LearnerRun(stage.but(max_steps=6, checkpoint_every=1))
         main = asyncio.create_task(run.main())
         await until(lambda: run.progress.state.steps.done >= 1 or main.done())
         newer = Ledger(stage.settings.database, seed=1, size=1, epochs=1, run=stage.settings.run)

@@ -17,7 +17,7 @@ from kestrl._shared.plan.memory import GIVE_BACK, MemorySettings
 from kestrl_learner.memory.estimate import longest_group
 from kestrl_learner.model.adapters import load_policy
 from kestrl_learner.model.full_model import load
-from kestrl_learner.ranks.group import Group
+from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.train.trainer import Trainer
 
 STATUS = Path("/proc/self/status")
@@ -29,7 +29,9 @@ def kilobytes(name: str) -> int:
     return int(found[1])
 
 
-def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int = 2, ranks: Group | None = None) -> int:
+def measured(
+    asked: MemorySettings, algorithm: AlgorithmSettings, updates: int = 2, ranks: RankGroup | None = None
+) -> int:
     """Bytes by which the resident memory of this process rises at most in steps of a model that it loads."""
     gc.collect()
     before = kilobytes("VmRSS")
@@ -44,7 +46,7 @@ def measured(asked: MemorySettings, algorithm: AlgorithmSettings, updates: int =
 M_MMAP_THRESHOLD = -3
 
 
-def measured_on_rank(ranks: Group, cases: list[tuple[MemorySettings, MemorySettings]], settings: Any) -> list[int]:
+def measured_on_rank(ranks: RankGroup, cases: list[tuple[MemorySettings, MemorySettings]], settings: Any) -> list[int]:
     """`measured` on one of several ranks after a small step each. glibc is set by a call: a forked process has the
     variables of its parent.
     """

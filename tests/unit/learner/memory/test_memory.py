@@ -20,7 +20,7 @@ from tests.unit.learner.train.test_training import algorithm
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kestrl._shared.plan.components import TORCH_DEFAULTS
-from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemorySettings, Part
+from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemoryPart, MemorySettings
 from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl.errors import UserInputError
 from kestrl_learner.memory.estimate import estimate, longest_group
@@ -126,7 +126,7 @@ def test_the_estimate_is_within_its_margin_of_the_measured_peak(
 ) -> None:
     step, peak = measured[name]
     found = estimate(step)
-    tensors = found.total - found.parts[Part.PROGRAM]
+    tensors = found.total - found.parts[MemoryPart.PROGRAM]
     if name == "llama bfloat16" and " avx512_bf16 " in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"kernels for bfloat16 of this processor take buffers that are not estimated: {peak - tensors} B")
     assert tensors == pytest.approx(peak, rel=MARGIN)
@@ -136,8 +136,8 @@ def test_the_estimate_of_a_rank_is_within_its_margin(tmp_path: Path) -> None:
     """On two ranks over gloo, each with a pass of its own."""
     case = sharded_steps(tmp_path, "llama", dtype="float32", checkpointing=False)
     estimated = estimate(case[1])
-    tensors = estimated.total - estimated.parts[Part.PROGRAM]
-    assert estimated.parts[Part.GATHERED] > 0
+    tensors = estimated.total - estimated.parts[MemoryPart.PROGRAM]
+    assert estimated.parts[MemoryPart.GATHERED] > 0
     for peaks in on_ranks(2, measured_on_rank, [case], algorithm()):
         assert not isinstance(peaks, BaseException), peaks
         assert tensors == pytest.approx(peaks[0], rel=MARGIN)
@@ -162,14 +162,14 @@ def test_parts_of_the_estimate_have_the_sizes_of_their_tensors(tmp_path: Path) -
     found = estimate(asked(model, group_rows=2))
     hidden, inner, heads = 256, 1024, 4 * 64 + 2 * 2 * 64
     layer = hidden * (heads + 4 * 64) + 3 * hidden * inner
-    assert found.parts[Part.BASE] == pytest.approx(4 * (8192 * hidden + 2 * layer), rel=0.01)
+    assert found.parts[MemoryPart.BASE] == pytest.approx(4 * (8192 * hidden + 2 * layer), rel=0.01)
     adapter = 2 * 16 * ((hidden + 256) * 2 + (hidden + 128) * 2 + 3 * (hidden + inner))
-    assert found.parts[Part.ADAPTER] == 4 * adapter
-    assert found.parts[Part.OPTIMIZER] == pytest.approx(2 * 4 * adapter, rel=0.01)
+    assert found.parts[MemoryPart.ADAPTER] == 4 * adapter
+    assert found.parts[MemoryPart.OPTIMIZER] == pytest.approx(2 * 4 * adapter, rel=0.01)
     twice = estimate(asked(model, group_rows=2, completion=2 * 192 + 64))
-    assert twice.parts[Part.ACTIVATIONS] > 1.7 * found.parts[Part.ACTIVATIONS]
+    assert twice.parts[MemoryPart.ACTIVATIONS] > 1.7 * found.parts[MemoryPart.ACTIVATIONS]
     checkpointed = estimate(asked(model, group_rows=2, checkpointing=True))
-    assert checkpointed.parts.get(Part.ACTIVATIONS, 0) < found.parts[Part.ACTIVATIONS] / 2
+    assert checkpointed.parts.get(MemoryPart.ACTIVATIONS, 0) < found.parts[MemoryPart.ACTIVATIONS] / 2
 
 
 def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path) -> None:
@@ -178,13 +178,13 @@ def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path)
     single, half = (
         estimate(asked(model, groups=2, parameters="all", dtype=dtype)) for dtype in ("float32", "bfloat16")
     )
-    frozen = estimate(asked(model)).parts[Part.BASE]
+    frozen = estimate(asked(model)).parts[MemoryPart.BASE]
     for found in (single, half):
-        assert found.parts[Part.BASE] == pytest.approx(frozen, rel=1e-3)
-        assert found.parts[Part.OPTIMIZER] == pytest.approx(2 * frozen, rel=1e-3)
-        assert 0 < found.parts[Part.GRADIENTS] <= 1.001 * frozen
-        assert Part.ADAPTER not in found.parts
-    assert half.parts[Part.ACTIVATIONS] < single.parts[Part.ACTIVATIONS]
+        assert found.parts[MemoryPart.BASE] == pytest.approx(frozen, rel=1e-3)
+        assert found.parts[MemoryPart.OPTIMIZER] == pytest.approx(2 * frozen, rel=1e-3)
+        assert 0 < found.parts[MemoryPart.GRADIENTS] <= 1.001 * frozen
+        assert MemoryPart.ADAPTER not in found.parts
+    assert half.parts[MemoryPart.ACTIVATIONS] < single.parts[MemoryPart.ACTIVATIONS]
 
 
 @pytest.mark.share(2)
@@ -192,18 +192,18 @@ def test_ranks_divide_the_layers_and_keep_the_rest_whole(tmp_path: Path) -> None
     model = config_of(tmp_path, layers=8)
     parts = {count: estimate(asked(model, ranks=count)).parts for count in (1, 2, 4)}
     embeddings = 4 * 8192 * 256
-    layers = parts[1][Part.BASE] - embeddings
+    layers = parts[1][MemoryPart.BASE] - embeddings
     for count in (2, 4):
-        assert parts[count][Part.BASE] - embeddings == pytest.approx(layers / count, rel=0.01)
-        assert all(parts[count][part] == parts[1][part] for part in (Part.ADAPTER, Part.OPTIMIZER))
+        assert parts[count][MemoryPart.BASE] - embeddings == pytest.approx(layers / count, rel=0.01)
+        assert all(parts[count][part] == parts[1][part] for part in (MemoryPart.ADAPTER, MemoryPart.OPTIMIZER))
 
 
 def test_a_rank_with_one_pass_has_no_gradient_before_it(tmp_path: Path) -> None:
     """Two groups are a pass each of two ranks, and both of one: 64 + 4 * 192 tokens are in one pass on a CPU."""
     model = config_of(tmp_path, layers=1)
     one, two = (estimate(asked(model, group_rows=4, groups=2, ranks=ranks)).parts for ranks in (1, 2))
-    assert one[Part.GRADIENTS] == one[Part.ADAPTER]
-    assert two.get(Part.GRADIENTS, 0) < one[Part.GRADIENTS]
+    assert one[MemoryPart.GRADIENTS] == one[MemoryPart.ADAPTER]
+    assert two.get(MemoryPart.GRADIENTS, 0) < one[MemoryPart.GRADIENTS]
 
 
 def test_a_pass_has_as_many_rows_as_tokens_per_pass_allow(tmp_path: Path) -> None:
@@ -213,16 +213,16 @@ def test_a_pass_has_as_many_rows_as_tokens_per_pass_allow(tmp_path: Path) -> Non
     few = few.model_copy(update={"policy": few.policy.model_copy(update={"tokens_per_pass": 64 + 2 * 192})})
     cut = estimate(few)
     assert (whole.rows, cut.rows) == (4, 2)
-    assert cut.parts[Part.GRADIENTS] > 0, "the gradient of an earlier pass is there"
+    assert cut.parts[MemoryPart.GRADIENTS] > 0, "the gradient of an earlier pass is there"
     assert cut.total < whole.total
 
 
 def test_copies_of_the_adapter_count_where_they_are_kept(tmp_path: Path) -> None:
     step = asked(config_of(tmp_path, layers=1), published=3, several_updates=True)
     found = estimate(step)
-    assert found.parts[Part.COPIES] == (3 + 3) * found.parts[Part.ADAPTER]
+    assert found.parts[MemoryPart.COPIES] == (3 + 3) * found.parts[MemoryPart.ADAPTER]
     on_device = step.model_copy(update={"policy": step.policy.model_copy(update={"device": "cuda"})})
-    assert estimate(on_device).parts[Part.COPIES] == 3 * found.parts[Part.ADAPTER]
+    assert estimate(on_device).parts[MemoryPart.COPIES] == 3 * found.parts[MemoryPart.ADAPTER]
 
 
 def test_rows_of_a_fine_tuning_step_have_their_own_prompts(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_model_of_8b_is_estimated_from_its_config_alone(tmp_path: Path) -> Non
     ).save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     found = estimate(asked(str(tmp_path), dtype="bfloat16", checkpointing=True, prompt=1024, completion=15_360))
-    assert found.parts[Part.BASE] / GIB == pytest.approx(2 * (2 * 151_936 * 4096 + 2 * 192.9e6) / GIB, rel=0.02)
+    assert found.parts[MemoryPart.BASE] / GIB == pytest.approx(2 * (2 * 151_936 * 4096 + 2 * 192.9e6) / GIB, rel=0.02)
     assert found.rows == 1
 
 
@@ -274,15 +274,15 @@ def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
 def test_views_count_once_and_released_tensors_no_longer() -> None:
     live = LiveBytes()
     with FakeTensorMode(), live:
-        live.part = Part.ACTIVATIONS
+        live.part = MemoryPart.ACTIVATIONS
         one = torch.empty(256)
         view = one.view(16, 16)[2:]
         del one
-        assert live.now == {Part.ACTIVATIONS: 1024}, "the view keeps the storage"
-        with live.counting(Part.LOGPROBS):
+        assert live.now == {MemoryPart.ACTIVATIONS: 1024}, "the view keeps the storage"
+        with live.counting(MemoryPart.LOGPROBS):
             other = view + 1
-        live.recount(view, Part.GRADIENTS)
+        live.recount(view, MemoryPart.GRADIENTS)
         del view
-        assert live.now == {Part.LOGPROBS: 14 * 16 * 4}
+        assert live.now == {MemoryPart.LOGPROBS: 14 * 16 * 4}
         assert other.shape == (14, 16)
-    assert live.peak == {Part.ACTIVATIONS: 1024, Part.LOGPROBS: 14 * 16 * 4}
+    assert live.peak == {MemoryPart.ACTIVATIONS: 1024, MemoryPart.LOGPROBS: 14 * 16 * 4}

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations import flex_attention as integration
 
 from kestrl_learner.batch import kernels, packing
-from kestrl_learner.batch.layout import BLOCK, Layout, Segment, block_mask
+from kestrl_learner.batch.layout import BLOCK, Layout, PackedSegment, block_mask
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.model.policy_model import PolicyModel
@@ -234,7 +234,7 @@ def test_heads_too_narrow_for_flex_attention_are_computed_by_rows_and_the_log_sa
     assert caplog.text.count("at least 16, and this model's are 8 wide") == (heads == 8)
 
 
-SEGMENTS = st.builds(Segment, st.integers(0, 400), st.lists(st.integers(0, 300), max_size=4))
+SEGMENTS = st.builds(PackedSegment, st.integers(0, 400), st.lists(st.integers(0, 300), max_size=4))
 LAYOUTS = st.builds(
     Layout, segments=st.lists(SEGMENTS, min_size=1, max_size=4).filter(lambda some: any(p + sum(r) for p, r in some))
 )
@@ -242,11 +242,20 @@ LAYOUTS = st.builds(
 
 @settings(deadline=None, max_examples=40)
 @given(layout=LAYOUTS)
-@example(layout=Layout(segments=[Segment(256, [128, 256])]))
-@example(layout=Layout(segments=[Segment(200, [56, 300, 0, 1])]))
-@example(layout=Layout(segments=[Segment(BLOCK, [BLOCK, BLOCK]), Segment(BLOCK, [BLOCK])]))
-@example(layout=Layout(segments=[Segment(0, [300, 5]), Segment(400, [100, 300]), Segment(1, [])]))
-@example(layout=Layout(segments=[Segment(100, [28]), Segment(0, [128]), Segment(0, []), Segment(129, [127, 128])]))
+@example(layout=Layout(segments=[PackedSegment(256, [128, 256])]))
+@example(layout=Layout(segments=[PackedSegment(200, [56, 300, 0, 1])]))
+@example(layout=Layout(segments=[PackedSegment(BLOCK, [BLOCK, BLOCK]), PackedSegment(BLOCK, [BLOCK])]))
+@example(layout=Layout(segments=[PackedSegment(0, [300, 5]), PackedSegment(400, [100, 300]), PackedSegment(1, [])]))
+@example(
+    layout=Layout(
+        segments=[
+            PackedSegment(100, [28]),
+            PackedSegment(0, [128]),
+            PackedSegment(0, []),
+            PackedSegment(129, [127, 128]),
+        ]
+    )
+)
 def test_a_block_mask_shows_each_token_its_prompt_and_its_row(layout: Layout) -> None:
     """Against a mask written from the segments, and the blocks that torch makes of all pairs of tokens."""
     expected = torch.zeros(sum(layout.sizes), sum(layout.sizes), dtype=torch.bool)

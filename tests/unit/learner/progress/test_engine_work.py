@@ -17,7 +17,7 @@ from kestrl.runstate.history import History
 from kestrl.runstate.state import RunState
 from kestrl.runstate.work import OTHERS, WORKING, EngineWork
 from kestrl_learner.progress.engine_work import WorkCounts, common
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -142,7 +142,7 @@ async def test_a_run_stores_what_its_engines_did(staged: Any) -> None:
             return answer
 
         stage.agents[0].GetEngine = counting
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         await run.main()
         work = run.progress.state.history.work["engine-0"]
         assert 0 < work.sampled_tokens < 6 * looks, "what came before the first look is no work of this run"

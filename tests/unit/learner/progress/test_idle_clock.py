@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.runstate.history import IdleTime
 from kestrl_learner.progress.idle_clock import LATE_SECONDS, IdleClock
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 
 class Clock:
@@ -163,7 +163,7 @@ async def test_a_run_reports_the_idle_time_of_its_steps(staged: Any) -> None:
             return answer
 
         stage.agents[0].GetEngine = counting
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         await run.main()
         total = run.progress.state.history.idle
         steps = [stage.read(f"metrics/{step:06d}.json")["idle"] for step in range(1, 7)]

@@ -13,7 +13,7 @@ from kestrl.episode import Group
 from kestrl.runstate.history import LearningCounts
 from kestrl.runstate.state import Learning
 from kestrl_learner.progress.learning import Reason, learning, step_counts
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 CASES: list[tuple[str, dict[str, Any], bool, Reason | None]] = [
     ("the digest is another", {"newest": "b"}, True, None),
@@ -75,7 +75,7 @@ def test_tokens_that_are_clipped_before_anything_was_learned_are_warned_of(
 async def test_a_run_that_loses_tokens_to_clipping_says_so_everywhere(staged: Any) -> None:
     """The behaviour policy of the scripted worker is far from the learner's, and the range is narrow."""
     async with staged() as stage:
-        run = Run(stage.but(max_steps=2, algorithm={"clip_low": 1e-9, "clip_high": 1e-9}))
+        run = LearnerRun(stage.but(max_steps=2, algorithm={"clip_low": 1e-9, "clip_high": 1e-9}))
         await run.main()
         assert stage.summary["learned"] is True
         assert "of the tokens had a ratio beyond the clip range" in stage.summary["learning_warning"]
@@ -90,7 +90,7 @@ async def test_a_run_of_equal_rewards_ends_with_learned_false(staged: Any) -> No
     async with staged() as stage:
         for worker in stage.workers:
             worker.script = equal_rewards
-        run = Run(stage.but(max_steps=3))
+        run = LearnerRun(stage.but(max_steps=3))
         await run.main()
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["learned"] is False
@@ -102,12 +102,12 @@ async def test_a_run_of_equal_rewards_ends_with_learned_false(staged: Any) -> No
 
 async def test_what_was_learned_before_a_resume_counts(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         assert (stage.summary["learned"], stage.summary["not_learned"]) == (True, None)
         for worker in stage.workers:
             worker.script = equal_rewards
-        await Run(stage.but(max_steps=4)).main()
+        await LearnerRun(stage.but(max_steps=4)).main()
         assert stage.summary["learned"] is True
-        again = Run(stage.but(max_steps=4, keep_alive=True))
+        again = LearnerRun(stage.but(max_steps=4, keep_alive=True))
         await again.main()
         assert report_of(again.progress.state).learned

@@ -14,7 +14,7 @@ from tests.unit.learner.conftest import Stage, write_rows
 from tests.unit.learner.fakes import DECOUPLED, running
 
 from kestrl._shared.plan.settings.common import DataSettings
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.run_record import RunRecord
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -64,7 +64,7 @@ async def test_counts_of_groups_given_up_outlive_a_resume(staged: Any) -> None:
         async with running(overlapping(stage, 1, max_steps=4)):
             pass
         before = stage.summary["stale"]
-        await Run(overlapping(stage, 1)).main()
+        await LearnerRun(overlapping(stage, 1)).main()
         assert stage.summary["stale"] == before
         assert before["groups"] == 1
 
@@ -90,7 +90,7 @@ async def test_a_step_waits_for_a_group_that_it_would_make_too_old(staged: Any) 
 async def test_a_drain_does_not_wait_for_a_straggler(staged: Any) -> None:
     async with staged() as stage:
         slow_first(stage, asyncio.Event())
-        run = Run(overlapping(stage, 1, stale_groups="wait"))
+        run = LearnerRun(overlapping(stage, 1, stale_groups="wait"))
         task = asyncio.create_task(run.main())
         async with asyncio.timeout(20):
             while run.progress.state.steps.done != 1 or run.progress.state.gauges.groups_ready < 2:

@@ -25,7 +25,7 @@ from kestrl.tools import SandboxInUse
 from kestrl_learner.progress.metrics import observe_progress
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.progress.tool_health import Warn
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 
 OK, BROKEN = CallOutcome.OK, CallOutcome.INVALID_JSON
 SILENT: tuple[str, list[CallOutcome]] = ("", [])
@@ -138,7 +138,7 @@ def test_the_warning_is_shown_once_until_calls_work_again():
 
 async def test_a_run_without_calls_warns_in_its_first_step_and_summary(staged: Any) -> None:
     async with staged() as stage:
-        run = Run(stage.but(max_steps=1, tools=True))
+        run = LearnerRun(stage.but(max_steps=1, tools=True))
         await run.main()
         assert report_of(run.progress.state).tool_warning_reason == "no_tool_call"
         assert stage.summary["tool_warning"]["reason"] == "no_tool_call"
@@ -153,11 +153,11 @@ async def test_calls_before_a_resume_are_in_the_summary(staged: Any) -> None:
     async with staged() as stage:
         for worker in stage.workers:
             worker.script = calling
-        await Run(stage.but(max_steps=1, tools=True)).main()
+        await LearnerRun(stage.but(max_steps=1, tools=True)).main()
         before = stage.summary["tools"]
         assert before["calls"] == before["episodes"] > 0
         assert stage.summary["tool_warning"] is None
-        await Run(stage.but(max_steps=2, tools=True)).main()
+        await LearnerRun(stage.but(max_steps=2, tools=True)).main()
         after = stage.summary["tools"]
         assert after["calls"] == after["outcomes"]["ok"] > before["calls"]
 
@@ -165,7 +165,7 @@ async def test_calls_before_a_resume_are_in_the_summary(staged: Any) -> None:
 async def test_the_sandboxes_of_tools_are_in_progress_record_and_summary(staged: Any) -> None:
     async with staged() as stage:
         stage.workers[0].sandboxes = {"code": common_pb2.SandboxInUse(backend="zygote", isolation="namespaces")}
-        run = Run(stage.but(max_steps=1, tools=True))
+        run = LearnerRun(stage.but(max_steps=1, tools=True))
         await run.main()
         used = {"code": {"backend": "zygote", "isolation": "namespaces"}}
         assert stage.summary["sandboxes"] == used

@@ -43,7 +43,7 @@ from kestrl.storage import ObjectStore, open_store, read_manifest
 from kestrl_learner.__main__ import work
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.progress.watched import is_news, standing
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.servicer import LearnerServicer
 from kestrl_learner.store import checkpoint
 
@@ -264,14 +264,14 @@ async def test_zero_advantage_steps_are_reported(staged: Any, equal_until: int, 
             if request.policy.step < equal_until
             else group
         )
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         await run.main()
         assert report_of(run.progress.state).degenerate == degenerate
 
 
 async def test_a_resumed_run_reports_its_step_before_loading_and_the_parent(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         stage.workers[0].draining = True  # so that it does not get on
         async with learning(stage.settings) as watcher:
             report = await watcher.reported(lambda report: "engines start" in report.message)
@@ -296,7 +296,7 @@ async def test_an_unreadable_checkpoint_does_not_count_and_the_run_goes_on(
         lambda store, path: b"other" if spoilt and path.endswith(".pt") else get(store, path),
     )
     async with staged() as stage:
-        run = Run(stage.but(checkpoint_every=1, keep_checkpoints=1, max_steps=4))
+        run = LearnerRun(stage.but(checkpoint_every=1, keep_checkpoints=1, max_steps=4))
         seen: dict[int, lpb.WatchProgressResponse] = {}
         kept: dict[int, list[int]] = {}
         store = open_store(stage.settings.storage)
@@ -331,7 +331,7 @@ async def test_a_storage_failure_is_reported(staged: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(obstore, "put", full)
     async with staged() as stage:
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         with pytest.raises(PlaceError):
             await run.main()
         report = report_of(run.progress.state)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kestrl_learner.ranks.group import LOOPBACK, Group, meet, meeting_point
+from kestrl_learner.ranks.group import LOOPBACK, RankGroup, meet, meeting_point
 
 Job = Callable[..., Any]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -20,7 +20,7 @@ def _rank(
     rank: int, count: int, port: int, device: str, seconds: float, out: Connection, job: Job, given: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    ranks = Group(meet(f"{LOOPBACK}:{port}", count), rank, count, device, seconds=seconds)
+    ranks = RankGroup(meet(f"{LOOPBACK}:{port}", count), rank, count, device, seconds=seconds)
     try:
         out.send(job(ranks, *given))
     except Exception as error:  # noqa: BLE001 - raised again in the test

@@ -17,10 +17,10 @@ from tests.unit.learner.conftest import make_settings
 from tests.unit.learner.ranks.forked_ranks import on_ranks
 
 from kestrl.errors import KestrlError, UserInputError
-from kestrl_learner.ranks.group import EXIT_LOST, Group, RankLost
-from kestrl_learner.run import Run
+from kestrl_learner.ranks.group import EXIT_LOST, RankGroup, RankLost
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.train import launcher
-from kestrl_learner.train.commands import Commands, follow
+from kestrl_learner.train.commands import RankCommands, follow
 from kestrl_learner.train.compute import RankWork
 from kestrl_learner.train.launcher import Gang, RankProcesses, refuse_missing_devices
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(180)
 class Work(RankWork):
     """Operations that fail on one rank, on all or on none."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
         self._group = group
         self.seen: list[str] = []
@@ -45,13 +45,13 @@ class Work(RankWork):
             raise KestrlError(policy, code="as_ordered")
 
 
-def ordered(group: Group, names: list[str]) -> tuple[list[str], list[str]]:
+def ordered(group: RankGroup, names: list[str]) -> tuple[list[str], list[str]]:
     """The operations that this rank has seen, and on rank 0 the errors."""
     work, errors = Work(group), list[str]()
     if group.rank:
         follow(group, work)
         return work.seen, errors
-    commands = Commands(group, work, lambda: errors.append("settled"), threading.Lock())
+    commands = RankCommands(group, work, lambda: errors.append("settled"), threading.Lock())
     for name in names:
         try:
             commands.order("published", name)
@@ -75,11 +75,11 @@ def test_a_command_that_fails_on_one_rank_only_ends_the_ranks() -> None:
     assert errors[1].startswith("rank_lost: published: the ranks have ended")
 
 
-def loaded(group: Group, settings: Any) -> str:
+def loaded(group: RankGroup, settings: Any) -> str:
     if group.rank:
         follow(group, RankWork(group))
         return ""
-    commands = Commands(group, RankWork(group), lambda: None, threading.Lock())
+    commands = RankCommands(group, RankWork(group), lambda: None, threading.Lock())
     try:
         commands.order("load", settings)
     except UserInputError as error:
@@ -149,7 +149,7 @@ async def test_a_run_on_two_ranks_succeeds_and_resumes_on_one(staged: Any) -> No
     """Against engines that compute log-probs with what was published."""
     async with staged(ranks=2, start_seconds=60.0, episode_seconds=60.0, group_seconds=90.0) as stage:
         for settings, steps in ((stage.but(max_steps=2), 2), (stage.but(ranks=1, max_steps=4), 4)):
-            run = Run(settings)
+            run = LearnerRun(settings)
             async with asyncio.timeout(120):
                 await run.main()
             assert (stage.summary["status"], stage.summary["steps"]) == ("succeeded", steps)

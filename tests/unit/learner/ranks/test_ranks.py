@@ -27,7 +27,7 @@ from kestrl.algorithms import ScoredEpisode
 from kestrl_learner.batch import packing
 from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.rows import TrainGroup
-from kestrl_learner.ranks.group import Group, OneRank, RankLost, Ranks, lost_ranks
+from kestrl_learner.ranks.group import OneRank, RankGroup, RankLost, Ranks, lost_ranks
 from kestrl_learner.train.passes import Pass, PassKind, deal, schedule
 from kestrl_learner.train.trainer import NotFinite, StepResult, Trainer
 
@@ -82,7 +82,7 @@ def test_every_rank_runs_the_same_kinds_of_passes(kinds: list[tuple[bool, bool]]
 
 
 def trainer_on(ranks: Ranks, folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Trainer:
-    group = ranks if isinstance(ranks, Group) else None
+    group = ranks if isinstance(ranks, RankGroup) else None
     if group is not None:
         options = options | {"device": str(group.device)}
     policy = make_policy(folder, group=group, **options)
@@ -106,7 +106,7 @@ def steps_on(
     trainer = trainer_on(ranks, folder, settings, options)
     if state is not None:
         trainer.restore(state)
-    if isinstance(ranks, Group):
+    if isinstance(ranks, RankGroup):
         sharded = [weight for weight in trainer.model.network.parameters() if isinstance(weight, DTensor)]
         assert len(sharded) > 10, "the layers' weights are sharded"
         assert sum(weight.to_local().numel() for weight in sharded) < sum(weight.numel() for weight in sharded)
@@ -257,7 +257,7 @@ def test_a_run_resumes_with_another_number_of_ranks(models: dict[str, Path]) -> 
     assert max(abs(weight).max() for name, weight in weights.items() if "lora_B" in name) > 100 * UPDATE
 
 
-def broken_on_rank_1(ranks: Group, folder: Path) -> tuple[str, bool, bool]:
+def broken_on_rank_1(ranks: RankGroup, folder: Path) -> tuple[str, bool, bool]:
     """The error of a step whose last update is not finite on one rank, whether it was undone, and whether the step
     after it does something."""
     trainer = trainer_on(ranks, folder, {"mini_batches": 2}, {})
@@ -285,7 +285,7 @@ def test_an_update_not_finite_on_one_rank_is_undone_on_all(models: dict[str, Pat
     assert [("learningRate" in error, undone, went_on) for error, undone, went_on in found] == [(True, True, True)] * 2
 
 
-def differing(ranks: Group, folder: Path) -> None:
+def differing(ranks: RankGroup, folder: Path) -> None:
     trainer = trainer_on(ranks, folder, {}, {})
     if ranks.rank:
         with torch.no_grad():
@@ -298,7 +298,7 @@ def test_ranks_with_different_adapters_write_no_checkpoint(models: dict[str, Pat
     assert [getattr(error, "code", error) for error in found] == ["ranks_differ"] * 2
 
 
-def left_by_rank_1(ranks: Group, folder: Path, how: str) -> None:
+def left_by_rank_1(ranks: RankGroup, folder: Path, how: str) -> None:
     """A step that rank 1 never takes."""
     trainer = trainer_on(ranks, folder, {}, {})
     if ranks.rank and how == "killed":

@@ -15,7 +15,7 @@ from tests.unit.learner.fakes import running, until
 
 from kestrl.errors import FailureError, StorageInaccessible
 from kestrl.storage.credentials import FOLDER_VARIABLE
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.runstore import Patience, RunStore
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(240)]
@@ -104,5 +104,5 @@ async def test_engines_that_are_denied_for_long_fail_the_run_as_storage_does(sta
         for agent in stage.agents:
             agent.fail = lambda _: DENIED
         with pytest.raises(FailureError, match=r"no engine could fetch .* access is denied") as caught:
-            await Run(stage.but(start_seconds=1.0)).main()
+            await LearnerRun(stage.but(start_seconds=1.0)).main()
         assert caught.value.failure().code == "storage_inaccessible"

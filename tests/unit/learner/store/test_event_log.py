@@ -23,7 +23,7 @@ from kestrl.runstate.states import RunPhase
 from kestrl.runstate.stored import finished_steps, read_events, read_segments, read_state
 from kestrl.storage import ObjectStore, open_store
 from kestrl_learner.progress.progress import Progress
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.event_log import EventLog, SegmentWriter
 
 
@@ -221,11 +221,11 @@ async def test_a_store_that_refuses_ends_the_log_and_not_the_run(tmp_path: Path)
 @pytest.mark.usefixtures("quick")
 async def test_a_run_and_its_resume_store_their_events(staged: Any) -> None:
     async with staged() as stage:
-        run = Run(stage.settings.model_copy(update={"max_steps": 4}))
+        run = LearnerRun(stage.settings.model_copy(update={"max_steps": 4}))
         await run.main()
         store = open_store(stage.settings.storage)
         assert read_state(store) == run.progress.state.stored
-        again = Run(stage.settings)
+        again = LearnerRun(stage.settings)
         await again.main()
         assert read_state(store) == again.progress.state.stored
         log = read_events(store)

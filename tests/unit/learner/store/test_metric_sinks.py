@@ -20,7 +20,7 @@ from kestrl.runstate.states import RunPhase
 from kestrl.storage import open_store
 from kestrl.storage.summary import RunSummary
 from kestrl.testing.metric_sinks import check_metric_sink, record
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import metric_sinks
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
 from kestrl_learner.store.opentelemetry_sink import OpenTelemetrySink
@@ -114,7 +114,7 @@ def test_the_suite_names_what_a_sink_does_wrong() -> None:
 
 async def test_a_users_sink_gets_a_whole_run(staged: Any, trackers: list[Tracker]) -> None:
     async with staged(max_steps=4, eval_every=2, sinks=(entry(),)) as stage:
-        await Run(stage.settings).main()
+        await LearnerRun(stage.settings).main()
         (tracker,) = trackers
         assert tracker.calls == [
             ("start", "test-1"),
@@ -135,13 +135,13 @@ async def test_a_users_sink_gets_a_whole_run(staged: Any, trackers: list[Tracker
 async def test_two_sinks_may_be_of_one_class(staged: Any, trackers: list[Tracker]) -> None:
     second = entry().model_copy(update={"field": "spec.telemetry.sinks[1]"})
     async with staged(max_steps=2, sinks=(entry(), second)) as stage:
-        await Run(stage.settings).main()
+        await LearnerRun(stage.settings).main()
     assert [tracker.steps() for tracker in trackers] == [[1, 2], [1, 2]]
 
 
 async def test_a_broken_sink_is_reported_and_the_run_goes_on(staged: Any, trackers: list[Tracker]) -> None:
     async with staged(max_steps=2, sinks=(entry(broken=("step", "close")),)) as stage:
-        run = Run(stage.settings)
+        run = LearnerRun(stage.settings)
         await run.main()
         assert stage.summary["status"] == "succeeded"
         assert trackers[0].steps() == [1, 2]

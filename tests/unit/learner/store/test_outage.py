@@ -27,7 +27,7 @@ from kestrl.errors import PlaceError, StorageError, StorageUnavailable
 from kestrl.storage import open_store
 from kestrl_learner import run
 from kestrl_learner.ledger import Superseded
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import checkpoint, runstore
 from kestrl_learner.store.runstore import Patience, RunStore
 
@@ -217,7 +217,7 @@ async def test_a_drain_in_an_outage_ends_in_time_and_the_run_resumes(
     storage = f"s3://runs/{uuid.uuid4().hex}"
     async with staged(storage=storage) as stage:
         stage.workers[0].gate = asyncio.Event()
-        learner = Run(stage.settings)
+        learner = LearnerRun(stage.settings)
         task = asyncio.create_task(learner.main())
         await until(lambda: learner.progress.state.gauges.groups_running == 2)
         await away.go()
@@ -231,7 +231,7 @@ async def test_a_drain_in_an_outage_ends_in_time_and_the_run_resumes(
         assert learner.progress.state.activity.failure is not None
         assert learner.progress.state.activity.failure.code == "storage_unavailable"
         await away.back()
-        await Run(stage.settings).main()
+        await LearnerRun(stage.settings).main()
         assert checkpoint.steps(open_store(storage))[-1] == 6
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kestrl.storage import open_store
 from kestrl.storage.episodes import ObjectEpisodeStore
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.retention import delete_adapters, delete_episodes, expendable
 
 DIGESTS = st.sampled_from(["aaaaaaaaaaaa", "bbbbbbbbbbbb"])
@@ -63,7 +63,7 @@ def test_episodes_of_old_steps_go(tmp_path: Path) -> None:
 async def test_a_run_forgets_while_it_trains_and_still_resumes(staged: Any, tmp_path: Path) -> None:
     keeping = {"keep_adapters": 1, "keep_episodes": 2, "keep_checkpoints": 1}
     async with staged() as stage:
-        await Run(stage.but(max_steps=4, **keeping)).main()
+        await LearnerRun(stage.but(max_steps=4, **keeping)).main()
         adapters = sorted(path.name[:6] for path in (tmp_path / "store" / "adapters").iterdir() if any(path.iterdir()))
         assert "000004" in adapters
         assert "000000" not in adapters
@@ -71,6 +71,6 @@ async def test_a_run_forgets_while_it_trains_and_still_resumes(staged: Any, tmp_
             "step=000003.parquet",
             "step=000004.parquet",
         ]
-        await Run(stage.but(max_steps=6, **keeping)).main()
+        await LearnerRun(stage.but(max_steps=6, **keeping)).main()
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6

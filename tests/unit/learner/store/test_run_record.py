@@ -11,7 +11,7 @@ import pytest
 from kestrl.errors import UserInputError
 from kestrl.runstate.history import LearningCounts, Mismatch, Stale
 from kestrl.storage import open_store
-from kestrl_learner.run import Run
+from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.run_record import RunRecord
 
@@ -72,12 +72,12 @@ def test_a_malformed_record_is_a_value_error(content: dict[str, Any]) -> None:
 
 async def test_a_run_stored_before_records_had_a_version_is_resumed(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         manifest = stage.folder / "store" / "checkpoints" / "000002" / "manifest.json"
         stored = json.loads(manifest.read_text())
         own = {name: stored["facts"][name] for name in ("digest", "owner")}
         manifest.write_text(json.dumps({**stored, "facts": WITHOUT_VERSION | own}))
-        await Run(stage.but(max_steps=4)).main()
+        await LearnerRun(stage.but(max_steps=4)).main()
         assert stage.summary["steps"] == 4
         assert stage.summary["before"] == WITHOUT_VERSION["before"]
         assert stage.summary["failures"] == {"tool/tool_raised": 2}
@@ -91,7 +91,7 @@ async def test_a_run_stored_before_records_had_a_version_is_resumed(staged: Any)
 
 async def test_a_run_of_a_later_version_is_refused_and_left_as_it_is(staged: Any) -> None:
     async with staged() as stage:
-        await Run(stage.but(max_steps=2)).main()
+        await LearnerRun(stage.but(max_steps=2)).main()
         store = stage.folder / "store"
         manifest = store / "checkpoints" / "000002" / "manifest.json"
         stored = json.loads(manifest.read_text())
@@ -99,7 +99,7 @@ async def test_a_run_of_a_later_version_is_refused_and_left_as_it_is(staged: Any
         before = contents(store)
         refusal = rf"000002/manifest.json .* later version .* version {RunRecord.CURRENT + 1}"
         with pytest.raises(UserInputError, match=refusal):
-            await Run(stage.but(max_steps=4)).main()
+            await LearnerRun(stage.but(max_steps=4)).main()
         after = contents(store)
         assert after.pop("summary.json") != before.pop("summary.json"), "the summary names the failure"
         assert after == before

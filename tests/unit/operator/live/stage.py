@@ -28,7 +28,7 @@ from kestrl.errors import StorageError
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import Kind
-from kestrl_operator.config import Config, LeaseSettings
+from kestrl_operator.config import LeaseSettings, OperatorConfig
 from kestrl_operator.controllers.learner_stream import LearnerStream
 from kestrl_operator.credentials import derive
 from kestrl_operator.operator import Operator
@@ -68,14 +68,14 @@ SOON = 0.25
 class Followed(Operator):
     """An operator that records which state of each object its streams have delivered."""
 
-    def __init__(self, config: Config, api: Api) -> None:
+    def __init__(self, config: OperatorConfig, api: Api) -> None:
         super().__init__(config, api)
         self.delivered: dict[str, int] = {}
         """The newest resourceVersion by uid; of a deletion, the deletion's."""
 
-    def _take(self, kind: Kind, given: Mapping[str, Any], deleted: bool) -> None:
-        super()._take(kind, given, deleted)
-        metadata = given["metadata"]
+    def _take(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
+        super()._take(kind, body, deleted)
+        metadata = body["metadata"]
         newest = max(int(metadata["resourceVersion"]), self.delivered.get(metadata["uid"], 0))
         self.delivered[metadata["uid"]] = newest
 
@@ -83,7 +83,7 @@ class Followed(Operator):
 class Running:
     """An operator in this process."""
 
-    def __init__(self, user: str, config: Config) -> None:
+    def __init__(self, user: str, config: OperatorConfig) -> None:
         self.user, self.api, self.namespaces = user, Api(), config.namespaces
         self.operator = Followed(config, self.api)
         self.port = int(config.health_listen.rpartition(":")[2])
@@ -152,9 +152,9 @@ class Stage:
         self.lease_seconds = LEASE_SECONDS
         (folder / "key").write_bytes(KEY)
 
-    def config(self, values: Mapping[str, Any] | None = None, **changes: Any) -> Config:
+    def config(self, values: Mapping[str, Any] | None = None, **changes: Any) -> OperatorConfig:
         plain = LeaseSettings(namespace="kestrl-system", seconds=changes.pop("lease_seconds", self.lease_seconds))
-        return Config(
+        return OperatorConfig(
             jobs=read_cluster({**VALUES, **(values or {})}),
             key_file=self.folder / "key",
             lease=changes.pop("lease", plain),

@@ -14,7 +14,7 @@ from tests.fakes.ports import free_port
 
 from kestrl.errors import UserInputError
 from kestrl_operator.apiserver.client import Api
-from kestrl_operator.config import Config
+from kestrl_operator.config import OperatorConfig
 from kestrl_operator.preflight import needed, preflight
 
 from .stage import DEFINITION, KEY, VALUES, Stage
@@ -50,7 +50,7 @@ async def ended(stage: Stage, *, url: str | None = None, **changes: Any) -> tupl
     return process.returncode, output.decode()
 
 
-def named(config: Config) -> list[tuple[str, str]]:
+def named(config: OperatorConfig) -> list[tuple[str, str]]:
     """All required rights, as verbs and resources of the fake."""
     return [
         (right.verb, f"{right.kind.plural}/{right.subresource}" if right.subresource else right.kind.plural)

@@ -24,7 +24,7 @@ from kestrl._shared.plan.components import Role
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.errors import Boundary, Failure
 from kestrl_operator.state.parsing import LONGEST_LOG, node_of, pod_of, termination_message, workload_of
-from kestrl_operator.state.snapshot import Ended, Pod, is_input, seconds_of
+from kestrl_operator.state.snapshot import ContainerEnd, Pod, is_input, seconds_of
 
 MADE = "2026-03-01T10:00:00Z"
 
@@ -145,7 +145,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "unstartable": "",
             "restarts": 3,
             "ended": (
-                Ended(
+                ContainerEnd(
                     container="prepare",
                     reason="Error",
                     code=2,
@@ -157,7 +157,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "its preparation is tried again",
         written(init=container("prepare", restarts=1, state=RUNS, lastState=terminated(1)), phase="Pending"),
-        {"ended": (Ended(container="prepare", reason="Error", code=1, message=""),), "restarts": 1},
+        {"ended": (ContainerEnd(container="prepare", reason="Error", code=1, message=""),), "restarts": 1},
     ),
     (
         "its preparation went well in the end",
@@ -190,30 +190,30 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "ready": False,
             "unstartable": "",
             "restarts": 4,
-            "ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),),
+            "ended": (ContainerEnd(container="engine", reason="OOMKilled", code=137, message=""),),
         },
     ),
     (
         "its engine ended this moment",
         written(container(state=terminated(1, message="Traceback:\nKeyError: 'x'")), conditions=NOT_READY),
-        {"ended": (Ended(container="engine", reason="Error", code=1, message="KeyError: 'x'"),)},
+        {"ended": (ContainerEnd(container="engine", reason="Error", code=1, message="KeyError: 'x'"),)},
     ),
     (
         "a signal ended it and there is no exit code",
         written(container(state={"terminated": {"signal": 9, "exitCode": 0}}), conditions=NOT_READY),
-        {"ended": (Ended(container="engine", reason="Error", code=0, message=""),)},
+        {"ended": (ContainerEnd(container="engine", reason="Error", code=0, message=""),)},
     ),
     (
         "it runs again and is not ready yet",
         written(container(restarts=1, state=RUNS, lastState=terminated(137, "OOMKilled")), conditions=NOT_READY),
-        {"ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),), "restarts": 1},
+        {"ended": (ContainerEnd(container="engine", reason="OOMKilled", code=137, message=""),), "restarts": 1},
     ),
     (
         "it was killed after a line about something else",
         written(
             container(state=terminated(137, "OOMKilled", message="error: resumed at step 7")), conditions=NOT_READY
         ),
-        {"ended": (Ended(container="engine", reason="OOMKilled", code=137, message=""),)},
+        {"ended": (ContainerEnd(container="engine", reason="OOMKilled", code=137, message=""),)},
     ),
     (
         "it runs again after a restart",
@@ -235,7 +235,7 @@ STATES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             ),
             conditions=NOT_READY,
         ),
-        {"ended": (Ended(container="engine", reason="Completed", code=0, message=""),)},
+        {"ended": (ContainerEnd(container="engine", reason="Completed", code=0, message=""),)},
     ),
     (
         "kubelet evicted it",
@@ -367,10 +367,10 @@ def test_the_termination_message_is_the_last_error(text: str, words: str) -> Non
 
 
 def test_a_container_end_has_a_readable_message() -> None:
-    assert str(Ended(container="engine", reason="OOMKilled", code=137, message="")) == (
+    assert str(ContainerEnd(container="engine", reason="OOMKilled", code=137, message="")) == (
         "engine ended with OOMKilled (137)"
     )
-    assert str(Ended(container="prepare", reason="Error", code=2, message="no model")) == (
+    assert str(ContainerEnd(container="prepare", reason="Error", code=2, message="no model")) == (
         "prepare ended with Error (2): no model"
     )
 

@@ -16,7 +16,7 @@ from kestrl.agents import Completion as Sampled
 from kestrl.agents import Limits
 from kestrl.episode import Episode, Scenario, StopReason
 from kestrl.errors import Boundary, UserCodeError
-from kestrl_rollout.conversation.budget import Budget, Full, Grant, Held
+from kestrl_rollout.conversation.budget import Budget, BudgetHeld, Full, Grant
 from kestrl_rollout.conversation.main_row import main_row
 from kestrl_rollout.conversation.row_store import Place, RowFacts, RowStore
 from kestrl_rollout.deadlines import Waiting
@@ -51,7 +51,7 @@ def test_budgets_are_never_exceeded(per_turn: int, steps: list[tuple[int, int, i
                 assert 1 <= decision.tokens <= min(60 - prompt, per_turn or 60, wanted or 60)
                 budget.hold(number, decision.tokens)
                 held[number] = decision.tokens
-            elif isinstance(decision, Held):
+            elif isinstance(decision, BudgetHeld):
                 assert held, "only calls in flight can be waited for"
         elif held:
             call, tokens = held.popitem()
@@ -68,7 +68,7 @@ def test_a_call_waits_where_others_hold_its_tokens() -> None:
     budget = Budget(limits(max_tokens=50))
     assert budget.decide(10) == Grant(50)
     budget.hold(0, 50)
-    assert budget.decide(10) == Held()
+    assert budget.decide(10) == BudgetHeld()
     budget.spend(0, 20)
     assert budget.decide(10) == Grant(30)
     assert budget.decide(60) == Full(StopReason.MAX_TOKENS)
@@ -151,7 +151,7 @@ def test_the_main_row_is_of_the_first_conversation_that_goes_on() -> None:
     assert (chosen.row, sorted(chosen.conversation)) == (3, [0, 1, 3])
     # Nothing goes on: the last call is the answer.
     assert getattr(main_row([facts([1], 1), facts([2], 0)], linear=False), "row", None) == 0
-    assert getattr(main_row([title, task, helper], linear=False, named=2), "row", None) == 2
+    assert getattr(main_row([title, task, helper], linear=False, loop_row=2), "row", None) == 2
     assert main_row([], linear=False) is None
 
 

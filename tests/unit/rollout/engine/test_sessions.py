@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kestrl_rollout.engine.seeds import turn_seed
-from kestrl_rollout.engine.sessions import AVOID_SECONDS, Sessions
+from kestrl_rollout.engine.sessions import AVOID_SECONDS, SessionsByEngine
 
 ENGINES = ("a", "b", "c")
 
 
-def filled(**active: int) -> Sessions:
-    sessions = Sessions()
+def filled(**active: int) -> SessionsByEngine:
+    sessions = SessionsByEngine()
     for engine, count in active.items():
         for index in range(count):
             sessions.place(f"{engine}{index}", (engine,), now=0)
@@ -17,7 +17,7 @@ def filled(**active: int) -> Sessions:
 
 
 def test_first_turns_spread() -> None:
-    sessions = Sessions()
+    sessions = SessionsByEngine()
     assert [sessions.place(str(index), ENGINES, now=0) for index in range(6)] == ["a", "b", "c", "a", "b", "c"]
 
 
@@ -68,13 +68,13 @@ def test_an_engine_that_answers_again_is_used_again() -> None:
 
 
 def test_the_only_engine_is_used_however_it_fared() -> None:
-    sessions = Sessions()
+    sessions = SessionsByEngine()
     sessions.failed("a", now=0)
     assert sessions.place("new", ("a",), now=0, exclude=("a",)) == "a"
 
 
 def test_failures_are_forgotten() -> None:
-    sessions = Sessions()
+    sessions = SessionsByEngine()
     for index in range(100):
         sessions.failed(f"engine-{index}", now=index * AVOID_SECONDS)
     assert len(sessions._avoid_until) == 1

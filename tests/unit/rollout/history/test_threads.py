@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kestrl._shared.text.chat import Message
-from kestrl_rollout.history.canonical import BILLING, History, canonical, canonical_arguments
+from kestrl_rollout.history.canonical import BILLING, ChatHistory, canonical, canonical_arguments
 from kestrl_rollout.history.threads import ForkReason, KnownTurn, Threads
 
 SYSTEM = {"role": "system", "content": "You are a clerk."}
@@ -30,11 +30,11 @@ def result(text: str, call_id: str = "c0") -> dict[str, Any]:
     return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 
-def history(*messages: dict[str, Any], tools: Sequence[dict[str, Any]] = (TOOL,)) -> History:
-    return History(messages=messages, tools=tools)
+def history(*messages: dict[str, Any], tools: Sequence[dict[str, Any]] = (TOOL,)) -> ChatHistory:
+    return ChatHistory(messages=messages, tools=tools)
 
 
-def known(threads: Threads, asked: History, *echoes: dict[str, Any], reasoning: str | None = None) -> KnownTurn:
+def known(threads: Threads, asked: ChatHistory, *echoes: dict[str, Any], reasoning: str | None = None) -> KnownTurn:
     message = Message(role="assistant", text="", reasoning=reasoning)
     turn = KnownTurn(index=0, row=0, end=9, message=message, call_ids=(), places=())
     threads.add(threads.match(asked), echoes, turn)
@@ -98,7 +98,7 @@ def test_a_turn_is_continued_in_any_spelling() -> None:
         (history(SYSTEM, USER, {**called("{}"), "reasoning": "No."}, result("1")), ForkReason.UNPROVEN),
     ],
 )
-def test_a_history_that_continues_no_turn_has_a_reason(changed: History, reason: ForkReason) -> None:
+def test_a_history_that_continues_no_turn_has_a_reason(changed: ChatHistory, reason: ForkReason) -> None:
     threads = Threads()
     assert threads.match(history(SYSTEM, USER)).reason is None
     known(threads, history(SYSTEM, USER), called("{}"), reasoning="Hm.")

@@ -25,7 +25,7 @@ from kestrl_tools.execution import answer_of
 from kestrl_tools.http.document import DocumentInvalid, Unsupported, parsed
 from kestrl_tools.http.operations import of_document
 from kestrl_tools.mcp.results import result_of
-from kestrl_tools.servers import Listed, definitions
+from kestrl_tools.servers import ListedTool, definitions
 
 GENERATED = (
     "{0}",
@@ -105,7 +105,7 @@ def mcp_list(document: str) -> None:
         schema = json.loads(document)
     except (ValueError, RecursionError):
         return  # is not listed
-    for tool in definitions("mcp", "s", [Listed("t", "d", schema, "t")], None) if isinstance(schema, dict) else ():
+    for tool in definitions("mcp", "s", [ListedTool("t", "d", schema, "t")], None) if isinstance(schema, dict) else ():
         is_json(json.dumps(tool.schema.parameters, ensure_ascii=False))
 
 
@@ -146,7 +146,7 @@ def test_an_answer_of_a_stranger_is_taken_or_refused_with_its_type(boundary: Cal
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_description_and_a_name_of_a_server_are_bounded_text(text: str):
-    (tool,) = definitions("mcp", "s", [Listed("t", TEXTS[text], {"type": "object"}, "t")], None)
+    (tool,) = definitions("mcp", "s", [ListedTool("t", TEXTS[text], {"type": "object"}, "t")], None)
     assert len(sent(tool.schema.description)) < 5_000 * 4
 
 

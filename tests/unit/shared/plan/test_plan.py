@@ -18,7 +18,7 @@ from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
-from kestrl._shared.plan.site import Build, Endpoint, Site
+from kestrl._shared.plan.site import Build, ReplicaEndpoint, Site
 from kestrl._shared.spec import AgentRLJob, parse_job, with_overrides
 from kestrl.errors import UserInputError
 
@@ -41,8 +41,8 @@ def job_with(*overrides: str) -> AgentRLJob:
     return parse_job(with_overrides(MANIFEST, overrides))
 
 
-def endpoint(role: Role, index: int) -> Endpoint:
-    return Endpoint(bind="0.0.0.0", host=f"{role}-{index}.job", port=7000 + list(Role).index(role))
+def endpoint(role: Role, index: int) -> ReplicaEndpoint:
+    return ReplicaEndpoint(bind="0.0.0.0", host=f"{role}-{index}.job", port=7000 + list(Role).index(role))
 
 
 SITE = Site(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kestrl._shared.text import renderer
-from kestrl._shared.text.chat_template import Template
+from kestrl._shared.text.chat_template import ChatTemplate
 from kestrl.errors import UserInputError
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -40,7 +40,7 @@ def children() -> set[int]:
 )
 def test_a_template_without_end_is_a_typed_failure(source: str, seconds: float, why: str) -> None:
     with pytest.raises(UserInputError, match=why) as caught:
-        Template(source, {}, started=NOW, cpu_seconds=seconds).render(
+        ChatTemplate(source, {}, started=NOW, cpu_seconds=seconds).render(
             [{"role": "user", "content": "x"}], (), generate=True
         )
     assert caught.value.code == "template_unbounded"
@@ -49,7 +49,7 @@ def test_a_template_without_end_is_a_typed_failure(source: str, seconds: float, 
 
 def test_one_shape_without_end_leaves_the_others_usable() -> None:
     source = "{% if messages | length > 1 %}" + LOOP + "{% endif %}ok"
-    template = Template(source, {}, started=NOW, cpu_seconds=SECONDS)
+    template = ChatTemplate(source, {}, started=NOW, cpu_seconds=SECONDS)
     one = [{"role": "user", "content": "x"}]
     for _ in range(2):
         assert template.render(one, (), generate=True).text == "ok"
@@ -68,7 +68,7 @@ def test_a_template_that_outgrows_its_output_is_refused(monkeypatch: pytest.Monk
 
 def test_the_renderer_is_gone_with_its_template() -> None:
     before = children()
-    template = Template("ok", {}, started=NOW)
+    template = ChatTemplate("ok", {}, started=NOW)
     (child,) = children() - before
     del template
     gc.collect()
@@ -80,7 +80,7 @@ def test_the_renderer_has_no_credential_of_the_worker(monkeypatch: pytest.Monkey
     monkeypatch.setenv("KESTRL_ROLLOUT_TOKEN", "secret")
     monkeypatch.setenv("LANGUAGE", "en")
     before = children()
-    template = Template("ok", {}, started=NOW)
+    template = ChatTemplate("ok", {}, started=NOW)
     (child,) = children() - before
     variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     assert b"LANGUAGE=en" in variables

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kestrl._shared.text.chat import Chat, Message
 from kestrl._shared.text.chat_model import verify_template
-from kestrl._shared.text.chat_template import Template
+from kestrl._shared.text.chat_template import ChatTemplate
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.toolset import NO_TOOLS
 from kestrl.agents import Completion
@@ -38,7 +38,7 @@ CHATS: dict[str, Chat] = {}
 @pytest.fixture
 def chat(qwen: Any, any_template: str) -> Chat:
     if any_template not in CHATS:
-        CHATS[any_template] = Chat(Template(any_template, {}, started=NOON), qwen)
+        CHATS[any_template] = Chat(ChatTemplate(any_template, {}, started=NOON), qwen)
     return CHATS[any_template]
 
 
@@ -231,7 +231,7 @@ def test_whether_the_template_opens_the_reasoning(qwen: Any, any_template: str) 
         opened = any_template.rstrip().replace("'<|im_start|>assistant\n' }}{%- endif %}", "'<think>' }}{%- endif %}")
     else:
         opened = any_template.replace("{{- '<|im_start|>assistant\n' }}{%- endif %}", "{{- '<think>\n' }}{%- endif %}")
-    chat = Chat(Template(opened, {}, started=NOON), qwen)
+    chat = Chat(ChatTemplate(opened, {}, started=NOON), qwen)
     rendered = plainly(opened, [{"role": "user", "content": "u"}], None)
     thinks = rendered.rfind("<think>") > rendered.rfind("</think>")
     assert chat.reasons([Message(role="user", text="u")], NO_TOOLS) is thinks
@@ -247,7 +247,7 @@ def test_the_real_vocabulary(qwen: Any) -> None:
 
 
 def test_shapes_are_rendered_once(qwen: Any, any_template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = Template(any_template, {}, started=NOON)
+    template = ChatTemplate(any_template, {}, started=NOON)
     renders = itertools.count()
     render = template.render
 
@@ -275,7 +275,7 @@ def test_shapes_are_rendered_once(qwen: Any, any_template: str, monkeypatch: pyt
     ],
 )
 def test_a_template_that_cannot_be_proven(qwen: Any, source: str, why: str) -> None:
-    chat = Chat(Template(source, {}, started=NOON), qwen)
+    chat = Chat(ChatTemplate(source, {}, started=NOON), qwen)
     with pytest.raises(UserInputError, match=why):
         chat.prompt([Message(role="system", text="s")], NO_TOOLS)
 
@@ -292,6 +292,6 @@ def test_a_template_that_cannot_be_proven(qwen: Any, source: str, why: str) -> N
     ],
 )
 def test_what_a_template_does_to_a_text_is_done_to_the_real_one(qwen: Any, source: str, rendered: str) -> None:
-    chat = Chat(Template(source, {"bos_token": "<s>"}, started=NOON), qwen)
+    chat = Chat(ChatTemplate(source, {"bos_token": "<s>"}, started=NOON), qwen)
     ids = chat.prompt([Message(role="user", text='  q"é ')], NO_TOOLS)
     assert qwen.decode(ids) == rendered

@@ -51,7 +51,7 @@ MISFIT = (
 """Texts that make an error of a transient type permanent: the model does not fit."""
 
 
-class EngineStartFailure(NamedTuple):
+class StartFailure(NamedTuple):
     """Why an engine did not start."""
 
     message: str
@@ -62,10 +62,10 @@ class EngineStartFailure(NamedTuple):
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """An error and its causes, the root cause last."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in visited:
+        visited.add(id(current))
         yield current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
@@ -80,7 +80,7 @@ def lasts(error: BaseException) -> bool:
     return not isinstance(error, PASSING)
 
 
-def failure_of(error: BaseException) -> EngineStartFailure:
+def failure_of(error: BaseException) -> StartFailure:
     """Message of an error: the outermost error names what is wrong with the model or the arguments, the root cause
     why.
     """
@@ -88,7 +88,7 @@ def failure_of(error: BaseException) -> EngineStartFailure:
     message = f"{type(error).__name__}: {error}"
     if root is not error:
         message += f" (from {type(root).__name__}: {root})"
-    return EngineStartFailure(message[:LONGEST], lasts(error) and lasts(root))
+    return StartFailure(message[:LONGEST], lasts(error) and lasts(root))
 
 
 def write_down(error: BaseException) -> None:
@@ -101,12 +101,12 @@ def write_down(error: BaseException) -> None:
 
 def refuse(message: str) -> NoReturn:
     """Ends this process because no start with its arguments can succeed; records why."""
-    _write(EngineStartFailure(message[:LONGEST], lasting=True))
+    _write(StartFailure(message[:LONGEST], lasting=True))
     sys.stderr.write(f"error: {message}\n")
     sys.exit(EXIT_INPUT)
 
 
-def _write(failure: EngineStartFailure) -> None:
+def _write(failure: StartFailure) -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return

@@ -99,12 +99,12 @@ def _routes(value: str) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str
     """
     try:
         lists = json.loads(value)
-        found = [frozenset((str(method), str(path)) for method, path in lists[kind]) for kind in ("open", "data")]
+        routes = [frozenset((str(method), str(path)) for method, path in lists[kind]) for kind in ("open", "data")]
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(
             f"{ROUTES} must have the engine's routes, which an operator of this version sets: {error!r}"
         ) from error
-    return found[0], found[1]
+    return routes[0], routes[1]
 
 
 class ControlGuard:

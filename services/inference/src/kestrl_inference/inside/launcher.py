@@ -24,7 +24,7 @@ ANSWER, POLICY = "GenerateResponse", "model"
 SCALE_OUT = "--enable-scale-out"
 
 
-class Options(NamedTuple):
+class LauncherOptions(NamedTuple):
     """Options of the launcher."""
 
     cpu: bool
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     """Arguments of the server."""
 
 
-def read_options(arguments: Sequence[str]) -> Options:
+def read_options(arguments: Sequence[str]) -> LauncherOptions:
     """Reads the options before `--`, and the server's arguments after it."""
     parser = argparse.ArgumentParser(prog="python -m kestrl_inference.inside.launcher", allow_abbrev=False)
     parser.add_argument("--cpu", action="store_true")
@@ -45,10 +45,10 @@ def read_options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--version")
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    return Options(options.cpu, options.slots, options.version, tuple(arguments[split + 1 :]))
+    return LauncherOptions(options.cpu, options.slots, options.version, tuple(arguments[split + 1 :]))
 
 
-def server_arguments(options: Options, version: str) -> list[str]:
+def server_arguments(options: LauncherOptions, version: str) -> list[str]:
     """Arguments of the server of a version. Pure."""
     arguments = list(options.arguments)
     if options.slots is None:

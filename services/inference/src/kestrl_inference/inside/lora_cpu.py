@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 
-class Group(NamedTuple):
+class AdapterRows(NamedTuple):
     """Rows of a batch with the same adapter."""
 
     slot: int
@@ -29,7 +29,7 @@ class Group(NamedTuple):
     """A slice if the rows are contiguous, else their indices."""
 
 
-def grouped(adapters: Sequence[int], slots: Mapping[int, int]) -> tuple[Group, ...]:
+def grouped(adapters: Sequence[int], slots: Mapping[int, int]) -> tuple[AdapterRows, ...]:
     """Groups rows by adapter.
 
     Args:
@@ -40,7 +40,7 @@ def grouped(adapters: Sequence[int], slots: Mapping[int, int]) -> tuple[Group, .
     for row, adapter in enumerate(adapters):
         if adapter > 0:
             rows.setdefault(adapter, []).append(row)
-    return tuple(Group(slots[adapter], _compact(found)) for adapter, found in rows.items())
+    return tuple(AdapterRows(slots[adapter], _compact(members)) for adapter, members in rows.items())
 
 
 def _compact(rows: Sequence[int]) -> slice | torch.Tensor:
@@ -51,7 +51,7 @@ def _compact(rows: Sequence[int]) -> slice | torch.Tensor:
 def add_lora(
     output: torch.Tensor,
     inputs: torch.Tensor,
-    groups: Sequence[Group],
+    groups: Sequence[AdapterRows],
     stacked_a: Sequence[torch.Tensor],
     stacked_b: Sequence[torch.Tensor],
     parts: Sequence[int],
@@ -69,16 +69,16 @@ def add_lora(
         scale: Factor of the contributions.
     """
     for slot, rows in groups:
-        taken = inputs[rows].float().unsqueeze(1)
+        features = inputs[rows].float().unsqueeze(1)
         start = 0
         for a, b, width in zip(stacked_a, stacked_b, parts, strict=True):
             part = output[:, start : start + width]
-            _add(part, rows, _times(_times(taken, a[slot].float()).to(part.dtype), b[slot]), scale)
+            _add(part, rows, _times(_times(features, a[slot].float()).to(part.dtype), b[slot]), scale)
             start += width
 
 
 def add_embedding(
-    output: torch.Tensor, looked_up: torch.Tensor, groups: Sequence[Group], stacked_b: torch.Tensor
+    output: torch.Tensor, looked_up: torch.Tensor, groups: Sequence[AdapterRows], stacked_b: torch.Tensor
 ) -> None:
     """Adds the adapters' contributions to embeddings, in place.
 
@@ -97,8 +97,8 @@ def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.bmm(rows, matrix.mT.expand(len(rows), -1, -1))
 
 
-def _add(output: torch.Tensor, rows: slice | torch.Tensor, said: torch.Tensor, scale: float) -> None:
+def _add(output: torch.Tensor, rows: slice | torch.Tensor, contribution: torch.Tensor, scale: float) -> None:
     if isinstance(rows, slice):
-        output[rows].add_(said.squeeze(1), alpha=scale)
+        output[rows].add_(contribution.squeeze(1), alpha=scale)
     else:
-        output.index_add_(0, rows, said.squeeze(1), alpha=scale)
+        output.index_add_(0, rows, contribution.squeeze(1), alpha=scale)

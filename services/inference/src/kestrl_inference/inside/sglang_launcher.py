@@ -20,7 +20,7 @@ TRACES = "--enable-trace"
 TRACER = "opentelemetry"
 
 
-class Options(NamedTuple):
+class SGLangOptions(NamedTuple):
     """Options of the launcher."""
 
     cpu: bool
@@ -33,7 +33,7 @@ class Options(NamedTuple):
     """Arguments of the server."""
 
 
-def read_options(arguments: Sequence[str]) -> Options:
+def read_options(arguments: Sequence[str]) -> SGLangOptions:
     """Reads the options before `--`, and the server's arguments after it."""
     parser = argparse.ArgumentParser(prog="python -m kestrl_inference.inside.sglang_launcher", allow_abbrev=False)
     parser.add_argument("--cpu", action="store_true")
@@ -41,12 +41,12 @@ def read_options(arguments: Sequence[str]) -> Options:
     parser.add_argument("--version")
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
-    return Options(options.cpu, options.guard, options.version, tuple(arguments[split + 1 :]))
+    return SGLangOptions(options.cpu, options.guard, options.version, tuple(arguments[split + 1 :]))
 
 
-def server_arguments(options: Options, *, traces: bool) -> list[str]:
+def server_arguments(options: SGLangOptions, *, traces: bool) -> list[str]:
     """Arguments of the server, without traces where the engine has no package for them. Pure."""
-    return [each for each in options.arguments if traces or each != TRACES]
+    return [argument for argument in options.arguments if traces or argument != TRACES]
 
 
 def add_guard() -> None:

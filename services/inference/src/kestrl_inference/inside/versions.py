@@ -50,21 +50,21 @@ def facts_of(version: str) -> Facts:
 
 def doubt(engine: str, version: str) -> str:
     """Why a version of an engine may not work; empty for those that were tried."""
-    name, oldest, newest = TRIED[engine]
+    name, oldest_tried, newest_tried = TRIED[engine]
     release = _release(version)
-    tried = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]} were tried"
+    tried = f"{oldest_tried[0]}.{oldest_tried[1]} to {newest_tried[0]}.{newest_tried[1]} were tried"
     if release is None:
         return f"{name} {version} has no release number: it is started as the newest known one is; {tried}"
-    if release > newest:
+    if release > newest_tried:
         return f"{name} {version} is newer than what is known: it is started as the newest known one is; {tried}"
-    if release < oldest:
+    if release < oldest_tried:
         return f"{name} {version} is older than what is known: it is started as the oldest known one is; {tried}"
     return ""
 
 
-def matches(version: str, wanted: str) -> bool:
+def matches(version: str, requested: str) -> bool:
     """Whether a version is the wanted one: `0.32` stands for its patch releases and their builds."""
-    return version == wanted or f"{version.partition('+')[0]}.".startswith(f"{wanted}.")
+    return version == requested or f"{version.partition('+')[0]}.".startswith(f"{requested}.")
 
 
 def _release(version: str) -> Release | None:

@@ -76,10 +76,10 @@ def prefer_fork(modules: dict[str, ModuleType]) -> int:
 
 def inspect_in_process(registry: ModuleType) -> bool:
     """Replaces the function of vLLM's model registry that starts a process; returns whether it is there."""
-    found = INSPECTS in vars(registry)
-    if found:
+    present = INSPECTS in vars(registry)
+    if present:
         registry.__dict__[INSPECTS] = call_here
-    return found
+    return present
 
 
 def call_here(function: Callable[[], T]) -> T:
@@ -103,12 +103,14 @@ def require_plugin() -> None:
     """Exits if vLLM has not loaded the plugin, since its processes would not load it either."""
     plugins, platforms = (importlib.import_module(name) for name in ("vllm.plugins", "vllm.platforms"))
     plugins.load_general_plugins()
-    taken = platforms.current_platform.get_punica_wrapper()
-    if not taken.startswith(PLUGIN):
+    wrapper = platforms.current_platform.get_punica_wrapper()
+    if not wrapper.startswith(PLUGIN):
         allowed = os.environ.get("VLLM_PLUGINS")
-        why = f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "its entry point is not on the path"
+        reason = (
+            f"VLLM_PLUGINS={allowed!r} leaves it out" if allowed is not None else "its entry point is not on the path"
+        )
         sys.exit(
-            f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {why}; its log "
+            f"vLLM has not loaded the plugin `kestrl`, without which adapters are wrong on a CPU: {reason}; its log "
             "says more"
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from kestrl_inference.inside.lora_cpu import Group, add_embedding, add_lora, grouped
+from kestrl_inference.inside.lora_cpu import AdapterRows, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ class GroupedPunica(PunicaWrapperCPU):
     for the head, once per token of the vocabulary and row.
     """
 
-    _groups: tuple[Group, ...] = ()
+    _groups: tuple[AdapterRows, ...] = ()
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any

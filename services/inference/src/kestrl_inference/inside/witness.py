@@ -29,7 +29,7 @@ LARGEST = 64 * 1024 * 1024
 """Largest body of a request in bytes."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not passed on."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -37,7 +37,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Call(NamedTuple):
+class WitnessedCall(NamedTuple):
     """A request to sample."""
 
     policy: str
@@ -72,7 +72,7 @@ class PolicyWitness:
         try:
             content = await body(receive)
             await handle[path](path, document(content), scope, replayed(content, receive), send)
-        except Refused as refused:
+        except RequestRefused as refused:
             await refuse(refused, send)
 
     async def _sample(self, path: str, request: Mapping[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +85,7 @@ class PolicyWitness:
             await self._app(scope, receive, stamped(call.policy, send))
             return
         if name not in self._loaded:
-            raise Refused(404, f"the adapter {name} is not loaded")
+            raise RequestRefused(404, f"the adapter {name} is not loaded")
         self._running[name] += 1  # no await between this and the table, so that an unload counts the request
         try:
             await self._app(scope, receive, stamped(call.policy, send))
@@ -100,7 +100,7 @@ class PolicyWitness:
         del path
         name = adapter_name(request, self._base())
         if self._running[name]:
-            raise Refused(409, f"requests still run under the adapter {name}, which is being unloaded")
+            raise RequestRefused(409, f"requests still run under the adapter {name}, which is being unloaded")
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
@@ -121,7 +121,7 @@ class PolicyWitness:
             await self._app(scope, receive, send)
 
 
-def call_of_generate(request: Mapping[str, Any], base: str, vocabulary: int) -> Call:
+def call_of_generate(request: Mapping[str, Any], base: str, vocabulary: int) -> WitnessedCall:
     """The policy of a request with token ids. Pure.
 
     Raises:
@@ -129,12 +129,14 @@ def call_of_generate(request: Mapping[str, Any], base: str, vocabulary: int) -> 
     """
     unknown = sorted(set(request) - FIELDS)
     if unknown:
-        raise Refused(400, f"the field {unknown[0]!r} is not allowed here; allowed are {', '.join(sorted(FIELDS))}")
+        raise RequestRefused(
+            400, f"the field {unknown[0]!r} is not allowed here; allowed are {', '.join(sorted(FIELDS))}"
+        )
     ids: Any = request.get("input_ids")
     if not _are_ids(ids):
-        raise Refused(400, "input_ids must be one list of token ids")
+        raise RequestRefused(400, "input_ids must be one list of token ids")
     if min(ids) < 0 or max(ids) >= vocabulary:
-        raise Refused(400, f"input_ids must be from 0 to {vocabulary - 1}")
+        raise RequestRefused(400, f"input_ids must be from 0 to {vocabulary - 1}")
     return _call(request.get("lora_path"), base)
 
 
@@ -142,28 +144,28 @@ def _are_ids(ids: Any) -> TypeGuard[list[int]]:
     return isinstance(ids, list) and {*map(type, cast("list[Any]", ids))} == {int}
 
 
-def call_of_chat(request: Mapping[str, Any], base: str) -> Call:
+def call_of_chat(request: Mapping[str, Any], base: str) -> WitnessedCall:
     """The policy of a request in OpenAI's form: `BASE`, or `BASE:ADAPTER`. Pure.
 
     Raises:
         Refused: It names another model, or two, or has token ids.
     """
     if "lora_path" in request:
-        raise Refused(400, f"name an adapter in the field model, as {base}:ADAPTER")
+        raise RequestRefused(400, f"name an adapter in the field model, as {base}:ADAPTER")
     if not isinstance(request.get("prompt", ""), str):
-        raise Refused(400, f"prompt must be one text; token ids are for {GENERATE}")
+        raise RequestRefused(400, f"prompt must be one text; token ids are for {GENERATE}")
     model = request.get("model")
     if not isinstance(model, str) or model.partition(":")[0] != base:
-        raise Refused(404, f"the model {str(model)[:100]!r} is not served; write {base} or {base}:ADAPTER")
+        raise RequestRefused(404, f"the model {str(model)[:100]!r} is not served; write {base} or {base}:ADAPTER")
     return _call(model.partition(":")[2] or None, base)
 
 
-def _call(adapter: Any, base: str) -> Call:
+def _call(adapter: Any, base: str) -> WitnessedCall:
     if adapter is None:
-        return Call(base, None)
+        return WitnessedCall(base, None)
     if not isinstance(adapter, str) or not NAME.fullmatch(adapter):
-        raise Refused(400, "the name of the adapter is not valid")
-    return Call(adapter, adapter)
+        raise RequestRefused(400, "the name of the adapter is not valid")
+    return WitnessedCall(adapter, adapter)
 
 
 def adapter_name(request: Mapping[str, Any], base: str) -> str:
@@ -174,7 +176,9 @@ def adapter_name(request: Mapping[str, Any], base: str) -> str:
     """
     name = request.get("lora_name")
     if not isinstance(name, str) or not NAME.fullmatch(name) or name == base:
-        raise Refused(400, "lora_name must be a name of letters, digits, dots and dashes, and not the base model's")
+        raise RequestRefused(
+            400, "lora_name must be a name of letters, digits, dots and dashes, and not the base model's"
+        )
     return name
 
 
@@ -187,9 +191,9 @@ def document(content: bytes) -> Mapping[str, Any]:
     try:
         parsed: Any = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "the body is not JSON") from error
+        raise RequestRefused(400, "the body is not JSON") from error
     if not isinstance(parsed, dict):
-        raise Refused(400, "the body is not a JSON object")
+        raise RequestRefused(400, "the body is not a JSON object")
     return cast("dict[str, Any]", parsed)
 
 
@@ -203,11 +207,11 @@ async def body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Refused(400, "the request ended before its body")
+            raise RequestRefused(400, "the request ended before its body")
         part = message.get("body", b"")
         length += len(part)
         if length > LARGEST:
-            raise Refused(413, f"the body is larger than {LARGEST} bytes")
+            raise RequestRefused(413, f"the body is larger than {LARGEST} bytes")
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -237,7 +241,7 @@ def stamped(policy: str, send: Send) -> Send:
     return stamp
 
 
-async def refuse(refused: Refused, send: Send) -> None:
+async def refuse(refused: RequestRefused, send: Send) -> None:
     content = json.dumps({"error": {"message": str(refused), "code": refused.status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kestrl.rewards import Claim
 from kestrl_judge.bank.attacks import CLAIM_INJECTIONS, MASTER_KEYS
-from kestrl_judge.bank.cases import PADDING, PROBLEMS, Problem
+from kestrl_judge.bank.cases import PADDING, PROBLEMS, BankProblem
 
 OTHER_WORDS: Mapping[str, str] = {
     "13": "Thirteen parcels",
@@ -40,7 +40,7 @@ def all_claims() -> list[ClaimCase]:
     return [*_right(), *_wrong(), *_verbosity(), *_master_keys(), *_injections()]
 
 
-def _case(check: str, problem: Problem, name: str, answer: str, *, correct: bool) -> ClaimCase:
+def _case(check: str, problem: BankProblem, name: str, answer: str, *, correct: bool) -> ClaimCase:
     return ClaimCase(check=check, name=name, claim=Claim(problem.question, (problem.right,), answer), correct=correct)
 
 
@@ -67,8 +67,8 @@ def _wrong() -> Iterator[ClaimCase]:
 
 def _verbosity() -> Iterator[ClaimCase]:
     for problem in PROBLEMS[:2]:
-        for said, correct in ((problem.right, True), (problem.wrong, False)):
-            yield _case("verbosity", problem, f"padded {said}", f"{PADDING}It is {said}.", correct=correct)
+        for claim, correct in ((problem.right, True), (problem.wrong, False)):
+            yield _case("verbosity", problem, f"padded {claim}", f"{PADDING}It is {claim}.", correct=correct)
 
 
 def _master_keys() -> Iterator[ClaimCase]:

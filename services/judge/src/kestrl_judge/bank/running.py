@@ -12,30 +12,30 @@ from typing import Any
 
 from kestrl._shared.plan.settings.judge import JudgeEntry, RulerEntry
 from kestrl.errors import UserInputError
-from kestrl_judge.bank.cases import TOLERANCE, Case, Scores, all_cases, group_of
+from kestrl_judge.bank.cases import TOLERANCE, BankCase, Scores, all_cases, group_of
 from kestrl_judge.bank.claims import RIGHT, WRONG, ClaimCase, all_claims
 from kestrl_judge.correctness import build_prompt
-from kestrl_judge.ruler.asking import Asker, Counts
-from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.asking import Asker, JudgeCounts
+from kestrl_judge.ruler.client import NoScores, NoScoresReason
 from kestrl_judge.ruler.journal import Journal
 from kestrl_judge.ruler.scorer import prompts
 from kestrl_judge.ruler.trajectories import compare
 
 PASSING_SCORE = 0.5
 """Score from which on a judge counts as having accepted an attempt."""
-UNUSABLE = {Reason.UNAVAILABLE, Reason.REFUSED, Reason.TIMEOUT}
+UNUSABLE = {NoScoresReason.UNAVAILABLE, NoScoresReason.REFUSED, NoScoresReason.TIMEOUT}
 """Reasons that say nothing about how a judge scores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseOutcome:
     """What a judge made of a case."""
 
-    case: Case
+    case: BankCase
     scores: Scores | None
     """None if it gave none."""
     problem: str | None
-    reason: Reason | None = None
+    reason: NoScoresReason | None = None
     """Why it gave no scores."""
 
 
@@ -47,25 +47,25 @@ class ClaimOutcome:
     verdict: bool | None
     """None if it gave none."""
     problem: str | None
-    reason: Reason | None = None
+    reason: NoScoresReason | None = None
     """Why it gave no verdict."""
 
 
-async def run_bank(ruler: RulerEntry, cases: Sequence[Case] | None = None) -> dict[str, Any]:
+async def run_bank(ruler: RulerEntry, cases: Sequence[BankCase] | None = None) -> dict[str, Any]:
     """Asks the judge and returns the report as JSON.
 
     Raises:
         UserInputError: The judge cannot be used: the first case got no reply.
     """
-    counts = Counts()
+    counts = JudgeCounts()
     asker, salt = Asker(ruler, Journal(None), counts), secrets.token_hex(8)
     try:
         # One case alone: a wrong address or key would fail every case, and look like a bad judge.
-        first, *others = cases or all_cases()
+        first, *remaining = cases or all_cases()
         outcomes = [await _outcome(asker, ruler, salt, first)]
         if outcomes[0].reason in UNUSABLE:
             raise UserInputError(f"the judge gave no reply to the first case: {outcomes[0].problem}")
-        outcomes += await asyncio.gather(*(_outcome(asker, ruler, salt, case) for case in others))
+        outcomes += await asyncio.gather(*(_outcome(asker, ruler, salt, case) for case in remaining))
     finally:
         await asker.close()
     return report(ruler, outcomes, counts)
@@ -77,22 +77,26 @@ async def run_claims(judge: JudgeEntry, cases: Sequence[ClaimCase] | None = None
     Raises:
         UserInputError: The judge cannot be used: the first case got no reply.
     """
-    counts = Counts()
+    counts = JudgeCounts()
     asker, salt = Asker(judge, Journal(None), counts), secrets.token_hex(8)
     try:
-        first, *others = cases or all_claims()
+        first, *remaining = cases or all_claims()
         outcomes = [await _claim_outcome(asker, salt, first)]
         if outcomes[0].reason in UNUSABLE:
             raise UserInputError(f"the judge gave no reply to the first case: {outcomes[0].problem}")
-        outcomes += await asyncio.gather(*(_claim_outcome(asker, salt, case) for case in others))
+        outcomes += await asyncio.gather(*(_claim_outcome(asker, salt, case) for case in remaining))
     finally:
         await asker.close()
     checks: dict[str, list[ClaimOutcome]] = {}
     for outcome in outcomes:
         checks.setdefault(outcome.case.check, []).append(outcome)
     entries = [
-        {"name": name, "cases": len(found), "failures": _failures((each.case.name, each.problem) for each in found)}
-        for name, found in checks.items()
+        {
+            "name": name,
+            "cases": len(results),
+            "failures": _failures((claim_outcome.case.name, claim_outcome.problem) for claim_outcome in results),
+        }
+        for name, results in checks.items()
     ]
     return _report(judge, entries, verdict_agreement([*checks.get(RIGHT, []), *checks.get(WRONG, [])]), counts)
 
@@ -111,7 +115,7 @@ def verdict_agreement(outcomes: Sequence[ClaimOutcome]) -> Mapping[str, float] |
     """Accuracy on answers that are known to be right or wrong, the share of wrong ones taken for correct, and that of
     right ones taken for wrong. Answers without a verdict are left out.
     """
-    pairs = [(found.verdict, found.case.correct) for found in outcomes if found.verdict is not None]
+    pairs = [(outcome.verdict, outcome.case.correct) for outcome in outcomes if outcome.verdict is not None]
     if not pairs:
         return None
     wrong = [verdict for verdict, correct in pairs if not correct]
@@ -123,19 +127,19 @@ def verdict_agreement(outcomes: Sequence[ClaimOutcome]) -> Mapping[str, float] |
     }
 
 
-async def _outcome(asker: Asker, ruler: RulerEntry, salt: str, case: Case) -> Outcome:
+async def _outcome(asker: Asker, ruler: RulerEntry, salt: str, case: BankCase) -> CaseOutcome:
     comparison = compare(group_of(case), show_reasoning=ruler.show_reasoning)
     try:
         opinion = await asker.opinion(prompts(comparison, ruler, salt, case.permutation), [])
     except NoScores as error:
-        return Outcome(case, None, f"not scored ({error.reason}): {error}", error.reason)
+        return CaseOutcome(case, None, f"not scored ({error.reason}): {error}", error.reason)
     scores = {label: grade.score for name, grade in opinion.grades.items() for label in opinion.prompt.episodes[name]}
-    return Outcome(case, scores, case.problem(scores))
+    return CaseOutcome(case, scores, case.problem(scores))
 
 
-def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> dict[str, Any]:
+def report(ruler: RulerEntry, outcomes: Sequence[CaseOutcome], counts: JudgeCounts) -> dict[str, Any]:
     """The report: one entry for each check, and numbers of all of them."""
-    checks: dict[str, list[Outcome]] = {}
+    checks: dict[str, list[CaseOutcome]] = {}
     for outcome in outcomes:
         checks.setdefault(outcome.case.check, []).append(outcome)
     entries = [_entry(name, claim_outcomes) for name, claim_outcomes in checks.items()]
@@ -143,13 +147,16 @@ def report(ruler: RulerEntry, outcomes: Sequence[Outcome], counts: Counts) -> di
 
 
 def _report(
-    judge: JudgeEntry, entries: Sequence[Mapping[str, Any]], known: Mapping[str, float] | None, counts: Counts
+    judge: JudgeEntry,
+    entries: Sequence[Mapping[str, Any]],
+    agreement_figures: Mapping[str, float] | None,
+    counts: JudgeCounts,
 ) -> dict[str, Any]:
     return {
         "judges": [model.model for model in judge.judges],
         "passed": all(not entry["failures"] for entry in entries),
         "checks": entries,
-        "agreement": known,
+        "agreement": agreement_figures,
         "usage": {
             "calls": sum(counts.calls.values()),
             "results": {f"{model} {result}": count for (model, result), count in sorted(counts.calls.items())},
@@ -160,15 +167,15 @@ def _report(
     }
 
 
-def _failures(found: Iterable[tuple[str, str | None]]) -> list[str]:
-    return [f"{name}: {problem}" for name, problem in found if problem is not None]
+def _failures(problems: Iterable[tuple[str, str | None]]) -> list[str]:
+    return [f"{name}: {problem}" for name, problem in problems if problem is not None]
 
 
-def _entry(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    failures = _failures((found.case.name, found.problem) for found in outcomes)
+def _entry(name: str, outcomes: Sequence[CaseOutcome]) -> dict[str, Any]:
+    failures = _failures((outcome.case.name, outcome.problem) for outcome in outcomes)
     entry: dict[str, Any] = {"name": name, "cases": len(outcomes), "failures": failures}
     if name == "permutation":
-        spread = largest_spread([found.scores for found in outcomes if found.scores is not None])
+        spread = largest_spread([outcome.scores for outcome in outcomes if outcome.scores is not None])
         entry["spread"] = spread
         if spread > TOLERANCE:
             failures.append(f"the score of one attempt differs by {spread:g} between orders, more than {TOLERANCE:g}")
@@ -184,17 +191,17 @@ def largest_spread(orders: Sequence[Scores]) -> float:
     )
 
 
-def agreement(outcomes: Sequence[Outcome]) -> Mapping[str, float] | None:
+def agreement(outcomes: Sequence[CaseOutcome]) -> Mapping[str, float] | None:
     """Agreement with the known answers: accuracy and false positives at `PASSING_SCORE`, and Kendall's tau-b within
     groups.
     """
-    scored = [(found.scores, found.case.correct) for found in outcomes if found.scores is not None]
+    scored = [(outcome.scores, outcome.case.correct) for outcome in outcomes if outcome.scores is not None]
     if not scored:
         return None
     accepted = [(scores[label] >= PASSING_SCORE, label in correct) for scores, correct in scored for label in scores]
-    false = [accept for accept, known in accepted if not known]
+    false = [accept for accept, is_correct in accepted if not is_correct]
     return {
-        "accuracy": fmean(accept == known for accept, known in accepted),
+        "accuracy": fmean(accept == is_correct for accept, is_correct in accepted),
         "false_positives": fmean(false) if false else 0.0,
         "kendall_tau": fmean(
             kendall([(scores[label], float(label in correct)) for label in scores]) for scores, correct in scored

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from kestrl._shared.plan.settings.judge import JudgeEntry
-from kestrl_judge.ruler.budget import Budget, MeteredRequest, Usage
-from kestrl_judge.ruler.client import JudgeClient, NoScores, Reason
-from kestrl_judge.ruler.completion import Reply
+from kestrl_judge.ruler.budget import MeteredRequest, RunBudget, Usage
+from kestrl_judge.ruler.client import JudgeClient, NoScores, NoScoresReason
+from kestrl_judge.ruler.completion import JudgeReply
 from kestrl_judge.ruler.journal import Graded, Journal
-from kestrl_judge.ruler.prompt import Prompt, digest
+from kestrl_judge.ruler.prompt import JudgePrompt, digest
 from kestrl_judge.ruler.reply import Grade, Malformed
 from kestrl_judge.ruler.shortening import TooLarge
 from kestrl_judge.scoring import JudgeStopped
@@ -33,11 +33,11 @@ SMALLER = (1.0, 0.75, 0.55, 0.4, 0.3, 0.2)
 
 
 @dataclass(slots=True)
-class Counts:
+class JudgeCounts:
     """Counts for metrics."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    """Requests by model and outcome: ok, malformed, cached, or a `Reason`."""
+    """Requests by model and outcome: ok, malformed, cached, or a `NoScoresReason`."""
     tokens: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     """By model and kind: input or output."""
     cost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -53,19 +53,19 @@ class Counts:
 class Opinion:
     """Valid grades of one order."""
 
-    prompt: Prompt
+    prompt: JudgePrompt
     model: str
     grades: Mapping[str, Grade]
 
 
-BuildPrompt = Callable[[int], Prompt]
+BuildPrompt = Callable[[int], JudgePrompt]
 """Makes the prompt within a number of tokens; raises `TooLarge`."""
 
 
 class Asker:
     """Asks the judges of a ruler, or those that decide whether an answer is correct."""
 
-    def __init__(self, ruler: JudgeEntry, journal: Journal, counts: Counts) -> None:
+    def __init__(self, ruler: JudgeEntry, journal: Journal, counts: JudgeCounts) -> None:
         self._ruler, self._journal, self.counts = ruler, journal, counts
         self._clients = [
             JudgeClient(judge, concurrency=ruler.concurrency, request_seconds=ruler.request_seconds)
@@ -73,7 +73,7 @@ class Asker:
         ]
         self._seconds = ruler.seconds / len(ruler.judges)
         """Time limit of one judge, which leaves time for the next."""
-        self._budget = Budget(ruler)
+        self._budget = RunBudget(ruler)
         self._budget.spent = journal.spent
         self._running: dict[str, asyncio.Task[Graded]] = {}
         """Requests by content. A caller that gives up does not cancel one: its answer is paid for and will be used."""
@@ -118,18 +118,18 @@ class Asker:
             try:
                 prompt = build(int(self._ruler.max_prompt_tokens * share))
             except TooLarge as error:
-                raise refused or NoScores(Reason.TOO_LARGE, str(error)) from error
+                raise refused or NoScores(NoScoresReason.TOO_LARGE, str(error)) from error
             try:
                 graded = await self._shared(client, prompt, record)
             except NoScores as error:
-                if error.reason is not Reason.TOO_LARGE:
+                if error.reason is not NoScoresReason.TOO_LARGE:
                     raise
                 refused = error
                 continue
             return Opinion(prompt=prompt, model=graded.model, grades=graded.grades)
-        raise refused or NoScores(Reason.TOO_LARGE, "the prompt does not fit")
+        raise refused or NoScores(NoScoresReason.TOO_LARGE, "the prompt does not fit")
 
-    async def _shared(self, client: JudgeClient, prompt: Prompt, record: list[dict[str, Any]]) -> Graded:
+    async def _shared(self, client: JudgeClient, prompt: JudgePrompt, record: list[dict[str, Any]]) -> Graded:
         """The answer to a prompt: a known one, that of a running request, or a new one."""
         options = self._options(client, prompt)
         question = json.dumps([list(prompt.messages), options], sort_keys=True)
@@ -170,7 +170,7 @@ class Asker:
         entry |= {"content": graded.content, "seconds": time.monotonic() - started}
         return graded
 
-    async def _graded(self, client: JudgeClient, prompt: Prompt, options: Mapping[str, Any], key: str) -> Graded:
+    async def _graded(self, client: JudgeClient, prompt: JudgePrompt, options: Mapping[str, Any], key: str) -> Graded:
         """Asks, and once more with the error if the reply is not valid.
 
         Raises:
@@ -180,12 +180,12 @@ class Asker:
             async with asyncio.timeout(self._seconds):
                 graded = await self._valid(client, prompt, options)
         except TimeoutError as error:
-            self.counts.calls[client.judge.model, Reason.TIMEOUT] += 1
-            raise NoScores(Reason.TIMEOUT, f"no valid reply within {self._seconds:g} s") from error
+            self.counts.calls[client.judge.model, NoScoresReason.TIMEOUT] += 1
+            raise NoScores(NoScoresReason.TIMEOUT, f"no valid reply within {self._seconds:g} s") from error
         self._journal.put(key, graded)
         return graded
 
-    async def _valid(self, client: JudgeClient, prompt: Prompt, options: Mapping[str, Any]) -> Graded:
+    async def _valid(self, client: JudgeClient, prompt: JudgePrompt, options: Mapping[str, Any]) -> Graded:
         messages = list(prompt.messages)
         errors: list[str] = []
         for _ in range(2):
@@ -200,14 +200,14 @@ class Asker:
                     {"role": "assistant", "content": reply.content[:LONGEST_QUOTED] or "(empty)"},
                     {"role": "user", "content": repair},
                 ]
-        raise NoScores(Reason.MALFORMED, f"two invalid replies: {errors[0]}; after a repair: {errors[1]}")
+        raise NoScores(NoScoresReason.MALFORMED, f"two invalid replies: {errors[0]}; after a repair: {errors[1]}")
 
-    def _checked(self, client: JudgeClient, reply: Reply, prompt: Prompt) -> Graded:
+    def _checked(self, client: JudgeClient, reply: JudgeReply, prompt: JudgePrompt) -> Graded:
         model = client.judge.model
         try:
             grades = prompt.form.parse(reply.content)
         except Malformed as error:
-            self.counts.calls[model, Reason.MALFORMED] += 1
+            self.counts.calls[model, NoScoresReason.MALFORMED] += 1
             if reply.finish_reason == "length":
                 raise Malformed(
                     f"it was cut at the limit of {self._ruler.max_reply_tokens} tokens; be brief"
@@ -219,20 +219,24 @@ class Asker:
         return Graded(model=model, grades=grades, content=reply.content)
 
     async def _asked(
-        self, client: JudgeClient, messages: Sequence[Mapping[str, str]], prompt: Prompt, options: Mapping[str, Any]
-    ) -> Reply:
+        self,
+        client: JudgeClient,
+        messages: Sequence[Mapping[str, str]],
+        prompt: JudgePrompt,
+        options: Mapping[str, Any],
+    ) -> JudgeReply:
         """One answer, within the budget."""
         judge, started = client.judge, time.monotonic()
         log.debug("%s: messages: %s", judge.model, messages)
         # A token has at least a byte, and every message some of the template's.
-        longest = sum(len(message["content"].encode()) + TEMPLATE_TOKENS for message in messages)
+        longest_prompt = sum(len(message["content"].encode()) + TEMPLATE_TOKENS for message in messages)
 
         def request() -> MeteredRequest:
             return MeteredRequest(
                 self._budget,
                 judge,
                 prompt=prompt.tokens,
-                longest=max(longest, prompt.tokens),
+                longest=max(longest_prompt, prompt.tokens),
                 reply=self._ruler.max_reply_tokens,
                 spend=partial(self._spend, judge.model),
             )
@@ -254,7 +258,7 @@ class Asker:
             self.counts.tokens[model, "output"] += spent.output_tokens
             self.counts.cost[model] += spent.cost
 
-    def _options(self, client: JudgeClient, prompt: Prompt) -> dict[str, Any]:
+    def _options(self, client: JudgeClient, prompt: JudgePrompt) -> dict[str, Any]:
         ruler, judge = self._ruler, client.judge
         options: dict[str, Any] = {"max_completion_tokens": ruler.max_reply_tokens}
         if judge.temperature is not None:

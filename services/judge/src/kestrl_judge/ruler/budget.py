@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeModel
-from kestrl_judge.ruler.client import NoScores, Reason
-from kestrl_judge.ruler.completion import Reply
+from kestrl_judge.ruler.client import NoScores, NoScoresReason
+from kestrl_judge.ruler.completion import JudgeReply
 from kestrl_judge.ruler.escaping import estimated_tokens
 
 MILLION = 1_000_000
@@ -44,7 +44,7 @@ def usage_of(judge: JudgeModel, input_tokens: int, output_tokens: int) -> Usage:
     return Usage(1, input_tokens, output_tokens, cost)
 
 
-class Budget:
+class RunBudget:
     """Bounds on the use of a run. A request reserves the most it can use, so that concurrent ones stay within it."""
 
     def __init__(self, ruler: JudgeEntry) -> None:
@@ -59,14 +59,14 @@ class Budget:
             NoScores: It could exceed a bound.
         """
         ruler, reserved = self._ruler, self._reserved
-        for name, limit, used in (
+        for name, limit, total in (
             ("calls", ruler.budget_calls, self.spent.calls + reserved.calls + usage.calls),
             ("tokens", ruler.budget_tokens, self.spent.tokens + reserved.tokens + usage.tokens),
             ("cost", ruler.budget_cost, self.spent.cost + reserved.cost + usage.cost),
         ):
-            if limit is not None and used > limit:
+            if limit is not None and total > limit:
                 raise NoScores(
-                    Reason.BUDGET,
+                    NoScoresReason.BUDGET,
                     f"the run's budget of {limit:g} {name} does not allow another request; raise "
                     f"{ruler.field}.budget.{name} in a new job",
                 )
@@ -85,7 +85,7 @@ class MeteredRequest:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: RunBudget,
         judge: JudgeModel,
         *,
         prompt: int,
@@ -118,10 +118,10 @@ class MeteredRequest:
         self._budget.release(self._most)
         self._spend(self._used)
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: JudgeReply) -> None:
         """Counts what the server reports; where that is nothing, or more or less than can be, the estimate."""
-        least = max(1, self._prompt // LARGEST_TOKEN)
-        tokens = reply.input_tokens if least <= reply.input_tokens <= self._longest else self._prompt
+        fewest_tokens = max(1, self._prompt // LARGEST_TOKEN)
+        tokens = reply.input_tokens if fewest_tokens <= reply.input_tokens <= self._longest else self._prompt
         content = min(self._reply, estimated_tokens(reply.content))
         sampled = reply.output_tokens
         if not max(1, content // LARGEST_TOKEN) <= sampled <= self._reply:

@@ -17,7 +17,7 @@ from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.user_secrets import PresentRedactor, user_secret
 from kestrl.engines import DRAINING
 from kestrl.errors import described
-from kestrl_judge.ruler.completion import Reply, read_reply
+from kestrl_judge.ruler.completion import JudgeReply, read_reply
 from kestrl_judge.ruler.pacing import Pacer, pause_before, retry_after
 from kestrl_judge.ruler.servers import Servers
 
@@ -36,7 +36,7 @@ NO_KEY = "none"
 """API key sent to servers that need none; the client requires one."""
 
 
-class Reason(StrEnum):
+class NoScoresReason(StrEnum):
     """Why a judge gave no scores."""
 
     MALFORMED = "malformed"
@@ -55,7 +55,7 @@ class Reason(StrEnum):
 class NoScores(Exception):
     """A judge gave no scores."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: NoScoresReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -63,7 +63,7 @@ class NoScores(Exception):
 class Meter(Protocol):
     """What a request's use is reported to; see `budget.MeteredRequest`."""
 
-    def answered(self, reply: Reply) -> None: ...
+    def answered(self, reply: JudgeReply) -> None: ...
 
     def refused(self) -> None: ...
 
@@ -111,7 +111,7 @@ class JudgeClient:
         messages: Sequence[Mapping[str, str]],
         options: Mapping[str, Any],
         metered: Callable[[], AbstractContextManager[Meter]],
-    ) -> Reply:
+    ) -> JudgeReply:
         """The reply to messages.
 
         Args:
@@ -140,7 +140,9 @@ class JudgeClient:
                 if not error.paced:  # otherwise the pacer pauses every request
                     await asyncio.sleep(pause)
 
-    async def _metered(self, meter: Meter, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
+    async def _metered(
+        self, meter: Meter, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]
+    ) -> JudgeReply:
         try:
             reply = await self._once(messages, options)
         except NoScores:
@@ -155,7 +157,7 @@ class JudgeClient:
         meter.answered(reply)
         return reply
 
-    async def _once(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Reply:
+    async def _once(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> JudgeReply:
         import openai
 
         from kestrl._shared.bounded_answers import AnswerTooLong
@@ -163,7 +165,7 @@ class JudgeClient:
         url = await self._servers.next()
         if url is None:
             names = ", ".join(self.judge.base_urls)
-            raise _Retried(Reason.UNAVAILABLE, f"there is no server behind {names}", sent=Sent.NO)
+            raise _Retried(NoScoresReason.UNAVAILABLE, f"there is no server behind {names}", sent=Sent.NO)
         client = self._client.with_options(base_url=url)
         with span(SpanName.JUDGE_CALL, {Attr.MODEL: self.judge.model}) as current:
             try:
@@ -172,22 +174,24 @@ class JudgeClient:
                 self._accepted = True
                 reply = read_reply(answer.http_response.content)
             except openai.APITimeoutError as error:
-                raise _Retried(Reason.TIMEOUT, f"no answer from {client.base_url} within its time limit") from error
+                raise _Retried(
+                    NoScoresReason.TIMEOUT, f"no answer from {client.base_url} within its time limit"
+                ) from error
             except openai.APIConnectionError as error:
                 cause = error.__cause__ or error
                 # Other failures of a connection may come after the request, which then may be answered and billed.
-                sent = Sent.NO if type(cause).__name__ in NOT_CONNECTED else Sent.PERHAPS
-                if sent is Sent.NO:
+                sending = Sent.NO if type(cause).__name__ in NOT_CONNECTED else Sent.PERHAPS
+                if sending is Sent.NO:
                     self._servers.unreachable(url)
                 reason = self._redactor.text(f"{client.base_url} cannot be reached: {described(cause)}")
-                raise _Retried(Reason.UNAVAILABLE, reason, sent=sent) from error
+                raise _Retried(NoScoresReason.UNAVAILABLE, reason, sent=sending) from error
             except openai.APIStatusError as error:
                 if error.type == DRAINING:
                     self._servers.unreachable(url)
                 raise self._of_status(error) from error
             except (openai.APIError, AnswerTooLong, ValueError) as error:  # an answer that is not a completion
                 reason = self._redactor.text(f"unusable answer of {client.base_url}: {described(error)}")
-                raise _Retried(Reason.UNAVAILABLE, reason) from error
+                raise _Retried(NoScoresReason.UNAVAILABLE, reason) from error
             reply = replace(
                 reply,
                 content=self._redactor.text(reply.content),
@@ -201,17 +205,19 @@ class JudgeClient:
         status: int = error.status_code
         message = f"status {status}: {self._redactor.text(str(error.message))[:300]}"
         if status in RETRIED:
-            asked = 0.0 if error.type == DRAINING else retry_after(error.response.headers)
+            pause = 0.0 if error.type == DRAINING else retry_after(error.response.headers)
             paced = status == TOO_MANY_REQUESTS
-            return _Retried(Reason.UNAVAILABLE, message, asked=asked, paced=paced, sent=Sent.REFUSED)
+            return _Retried(NoScoresReason.UNAVAILABLE, message, asked=pause, paced=paced, sent=Sent.REFUSED)
         if status == UNAUTHORIZED and self._accepted and self._key():
             rotated = error.request.headers.get("Authorization") != f"Bearer {self._key()}"
-            return _Retried(Reason.REFUSED, message, asked=0.0 if rotated else ROTATION_PAUSE, sent=Sent.REFUSED)
+            return _Retried(
+                NoScoresReason.REFUSED, message, asked=0.0 if rotated else ROTATION_PAUSE, sent=Sent.REFUSED
+            )
         text = message.lower()
         too_large = error.code == "context_length_exceeded" or (
             "context" in text and any(word in text for word in ("length", "token", "window"))
         )
-        return NoScores(Reason.TOO_LARGE if too_large else Reason.REFUSED, message)
+        return NoScores(NoScoresReason.TOO_LARGE if too_large else NoScoresReason.REFUSED, message)
 
 
 class Sent(Enum):
@@ -230,7 +236,7 @@ class _Retried(Exception):
 
     def __init__(
         self,
-        reason: Reason,
+        reason: NoScoresReason,
         message: str,
         *,
         asked: float | None = None,

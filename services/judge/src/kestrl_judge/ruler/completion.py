@@ -18,7 +18,7 @@ class NotACompletion(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class JudgeReply:
     """An answer of a judge model."""
 
     content: str
@@ -29,7 +29,7 @@ class Reply:
     """As `input_tokens`."""
 
 
-def read_reply(body: bytes) -> Reply:
+def read_reply(body: bytes) -> JudgeReply:
     """The reply in a body.
 
     Raises:
@@ -48,7 +48,7 @@ def read_reply(body: bytes) -> Reply:
     if text is not None and not isinstance(text, str):
         raise NotACompletion("the content of the message is not text")
     reason = _of(choices[0], "finish_reason")
-    return Reply(
+    return JudgeReply(
         content=encodable(text or ""),
         finish_reason=encodable(reason)[:100] if isinstance(reason, str) else "",
         input_tokens=_count(_of(usage, "prompt_tokens")),

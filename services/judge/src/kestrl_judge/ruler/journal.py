@@ -101,8 +101,8 @@ class Journal:
         assert self._path is not None
         self.close()
         lines = [{"spent": asdict(self.spent)}, *({"key": key, **asdict(it)} for key, it in self._grades.items())]
-        written = self._path.with_suffix(".new")
-        written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        written.replace(self._path)
+        new_file = self._path.with_suffix(".new")
+        new_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        new_file.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
         self._lines = len(lines)

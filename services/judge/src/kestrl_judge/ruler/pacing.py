@@ -57,10 +57,10 @@ class Pacer:
         self._resume_at = max(self._resume_at, asyncio.get_running_loop().time() + seconds)
 
 
-def pause_before(attempt: int, asked: float | None) -> float:
+def pause_before(attempt: int, server_pause: float | None) -> float:
     """Seconds before an attempt (the first retry is 1): what the server asked for, or that of the back-off."""
-    if asked is not None:
-        return asked
+    if server_pause is not None:
+        return server_pause
     return BACKOFF.jittered(attempt, CHANCE)
 
 

@@ -43,7 +43,7 @@ RESERVE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class JudgePrompt:
     """One request to a judge model."""
 
     messages: Sequence[Mapping[str, str]]
@@ -69,7 +69,7 @@ def digest(*parts: str) -> str:
     return hashed.hexdigest()
 
 
-def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation: int, tokens: int) -> Prompt:
+def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation: int, tokens: int) -> JudgePrompt:
     """The prompt of a comparison.
 
     Args:
@@ -100,7 +100,7 @@ def build(comparison: Comparison, *, rubric: str | None, salt: str, permutation:
         [*_surroundings(fitting.comparison), "Trajectories:", *blocks, _closing(order_of_ids, fitting.parts)]
     )
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return Prompt(
+    return JudgePrompt(
         messages=messages,
         ids=order_of_ids,
         episodes={ids[index]: comparison.trajectories[index].episode_ids for index in range(count)},

@@ -46,11 +46,11 @@ def schema(ids: Sequence[str], *, strict_tokens: int | None) -> dict[str, Any]:
     if strict_tokens is None:
         item = _item({"type": "string", "enum": list(ids)}, {"type": "string"}, {"type": "number"})
         return object_schema({"scores": {"type": "array", "items": item}})
-    longest = max(SHORTEST_EXPLANATION, min(LONGEST_ENFORCED, strict_tokens // len(ids) - ITEM_TOKENS))
+    characters = max(SHORTEST_EXPLANATION, min(LONGEST_ENFORCED, strict_tokens // len(ids) - ITEM_TOKENS))
     # A pattern and not a length: other characters take several tokens each, and the reply would not end in time.
-    explanation = {"type": "string", "pattern": rf"^[ !#-\[\]-~]{{1,{longest}}}$"}
+    explanation = {"type": "string", "pattern": rf"^[ !#-\[\]-~]{{1,{characters}}}$"}
     score = {"enum": [step / SCORE_STEPS for step in range(SCORE_STEPS + 1)]}
-    items = [_item({"const": one}, explanation, score) for one in ids]
+    items = [_item({"const": trajectory_id}, explanation, score) for trajectory_id in ids]
     exact = {"type": "array", "prefixItems": items, "items": False, "minItems": len(ids), "maxItems": len(ids)}
     return object_schema({"scores": exact})
 
@@ -120,9 +120,9 @@ def parse(text: str, ids: Sequence[str]) -> dict[str, Grade]:
         if name in grades:
             raise Malformed(f"{where}: {name} is scored twice")
         grades[name] = Grade(_score(entry, where), explanation_of(entry, where))
-    missing = [name for name in ids if name not in grades]
-    if missing:
-        raise Malformed(f"no score for {', '.join(missing)}")
+    unscored = [name for name in ids if name not in grades]
+    if unscored:
+        raise Malformed(f"no score for {', '.join(unscored)}")
     return grades
 
 

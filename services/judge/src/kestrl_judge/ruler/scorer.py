@@ -12,12 +12,12 @@ from kestrl._shared.plan.settings.judge import RulerEntry
 from kestrl.episode import UNSCORED, Group, Json
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
-from kestrl_judge.ruler.asking import Asker, BuildPrompt, Counts, Opinion
-from kestrl_judge.ruler.client import NoScores, Reason
+from kestrl_judge.ruler.asking import Asker, BuildPrompt, JudgeCounts, Opinion
+from kestrl_judge.ruler.client import NoScores, NoScoresReason
 from kestrl_judge.ruler.journal import Journal
 from kestrl_judge.ruler.prompt import build
 from kestrl_judge.ruler.trajectories import Comparison, compare
-from kestrl_judge.scoring import Gate, JudgeStopped, ScoredGroup
+from kestrl_judge.scoring import JudgeStopped, ScoredGroup, ScoringGate
 
 log = logging.getLogger(__name__)
 NAME = "ruler"
@@ -38,11 +38,11 @@ class RulerScorer:
     name = NAME
 
     def __init__(
-        self, ruler: RulerEntry, *, salt: str, state_dir: str | None = None, counts: Counts | None = None
+        self, ruler: RulerEntry, *, salt: str, state_dir: str | None = None, counts: JudgeCounts | None = None
     ) -> None:
         self.weight = ruler.weight
-        self.gate = None if ruler.gate is None else Gate(ruler.gate, ruler.gate_minimum)
-        self.counts = counts or Counts()
+        self.gate = None if ruler.gate is None else ScoringGate(ruler.gate, ruler.gate_minimum)
+        self.counts = counts or JudgeCounts()
         self._ruler, self._salt = ruler, salt
         self._journal = Journal(state_dir)
         self._asker: Asker | None = None
@@ -97,7 +97,7 @@ class RulerScorer:
                     return_exceptions=True,
                 )
         except TimeoutError as error:
-            raise NoScores(Reason.TIMEOUT, f"no scores within {self._ruler.seconds:g} s") from error
+            raise NoScores(NoScoresReason.TIMEOUT, f"no scores within {self._ruler.seconds:g} s") from error
         finally:
             calls.extend(entry for record in records for entry in record)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

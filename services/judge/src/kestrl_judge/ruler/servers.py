@@ -45,9 +45,9 @@ class Servers:
             if self._looked is None or now >= self._looked + LOOK_SECONDS:
                 await self._look_up()
                 self._looked = now
-        present = [url for urls in self._present.values() for url in urls]
-        self._away = {url: until for url, until in self._away.items() if until > now and url in present}
-        reachable = [url for url in present if url not in self._away] or present
+        server_urls = [url for urls in self._present.values() for url in urls]
+        self._away = {url: until for url, until in self._away.items() if until > now and url in server_urls}
+        reachable = [url for url in server_urls if url not in self._away] or server_urls
         self._turn += 1
         return reachable[self._turn % len(reachable)] if reachable else None
 
@@ -63,9 +63,9 @@ class Servers:
                 if addresses is not None:  # a failed lookup does not mean that servers are gone
                     self._present[url] = [f"http://{address}{parts.path}" for address in sorted(addresses)]
             elif url.startswith(FILE):
-                listed = await asyncio.to_thread(_listed, url)
-                if listed is not None:
-                    self._present[url] = listed
+                listing = await asyncio.to_thread(_listed, url)
+                if listing is not None:
+                    self._present[url] = listing
 
 
 def _listed(url: str) -> list[str] | None:

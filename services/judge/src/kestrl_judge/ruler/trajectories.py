@@ -54,14 +54,14 @@ class Comparison:
 def compare(group: Group, *, show_reasoning: bool) -> Comparison:
     """The comparison of the episodes of a group."""
     trajectories = [
-        [visible(message, show_reasoning=show_reasoning) for message in each.messages] for each in group.episodes
+        [visible(message, show_reasoning=show_reasoning) for message in member.messages] for member in group.episodes
     ]
     shared = _common(trajectories)
     by_content: dict[str, list[tuple[Episode, list[Message]]]] = {}
     for episode, messages in zip(group.episodes, trajectories, strict=True):
-        rest: list[Message] = list(messages[shared:])
-        content = encode({"messages": rest, "facts": facts(episode)})
-        by_content.setdefault(content, []).append((episode, rest))
+        own_messages: list[Message] = list(messages[shared:])
+        content = encode({"messages": own_messages, "facts": facts(episode)})
+        by_content.setdefault(content, []).append((episode, own_messages))
     return Comparison(
         context=trajectories[0][:shared],
         tools=group.tools,
@@ -98,17 +98,17 @@ def visible(message: Message, *, show_reasoning: bool) -> dict[str, Any]:
 def without_reasoning(text: str) -> str:
     """A turn without what it says between think marks."""
 
-    def hide(found: re.Match[str]) -> str:
-        return HIDDEN.format(count=len(found[0]))
+    def hide(match: re.Match[str]) -> str:
+        return HIDDEN.format(count=len(match[0]))
 
     return THINKING.sub(hide, OPENED_BY_TEMPLATE.sub(hide, text, count=1))
 
 
 def _common(conversations: Sequence[Sequence[Message]]) -> int:
     """Number of equal messages at the beginning of all conversations."""
-    shortest = min(map(len, conversations), default=0)
+    length = min(map(len, conversations), default=0)
     first: Sequence[Message] = conversations[0] if conversations else ()
-    for position in range(shortest):
-        if any(other[position] != first[position] for other in conversations):
+    for position in range(length):
+        if any(conversation[position] != first[position] for conversation in conversations):
             return position
-    return shortest
+    return length

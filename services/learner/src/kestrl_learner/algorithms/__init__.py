@@ -68,8 +68,8 @@ class ComposedAlgorithm:
 
     def _correction(self, batch: TokenBatch) -> Tensor:
         log_ratio, settings = batch.old - batch.behaviour, self._settings.correction
-        kept = self._keep(log_ratio, batch.sequences, settings)
-        return kept * self._weigh(log_ratio, batch.sequences, settings) if self._decoupled else kept
+        mask = self._keep(log_ratio, batch.sequences, settings)
+        return mask * self._weigh(log_ratio, batch.sequences, settings) if self._decoupled else mask
 
     def token_metrics(self, batch: TokenBatch) -> dict[str, Tensor]:
         """The share of clipped tokens, of tokens without weight, and the mean weight."""
@@ -97,9 +97,9 @@ def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
     """
     if ":" not in settings.name:
         return ComposedAlgorithm(settings)
-    made = load(settings.name, field="spec.algorithm.name")
+    algorithm_class = load(settings.name, field="spec.algorithm.name")
     try:
-        algorithm = cast("Algorithm", made(**settings.config))
+        algorithm = cast("Algorithm", algorithm_class(**settings.config))
     except Exception as error:
         raise UserInputError(
             f"spec.algorithm.config: {settings.name} cannot be made with {sorted(settings.config)}: "

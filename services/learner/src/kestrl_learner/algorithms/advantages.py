@@ -96,16 +96,16 @@ def token_advantages(estimator: Callable[[Rewards], Advantages], batch: Batch) -
     DeepSeekMath (arXiv 2402.03300) sections 4.1.2 (outcome) and 4.1.3 (process supervision); both, where both are
     given.
     """
-    outcomes = estimator([[each.reward - math.fsum(each.turn_rewards) for each in group] for group in batch])
+    outcomes = estimator([[episode.reward - math.fsum(episode.turn_rewards) for episode in group] for group in batch])
     processes = estimator([_turn_rewards(group) for group in batch])
     return [
         [
             [
-                own + later
-                for tokens, later in zip(each.turns, _remaining(each, turns), strict=True)
+                own_advantage + turn_advantage
+                for tokens, turn_advantage in zip(episode.turns, _remaining(episode, turns), strict=True)
                 for _ in range(tokens)
             ]
-            for each, own in zip(group, outcome, strict=True)
+            for episode, own_advantage in zip(group, outcome, strict=True)
         ]
         for group, outcome, process in zip(batch, outcomes, processes, strict=True)
         for turns in [iter(process)]
@@ -114,15 +114,15 @@ def token_advantages(estimator: Callable[[Rewards], Advantages], batch: Batch) -
 
 def _turn_rewards(group: Sequence[ScoredEpisode]) -> list[float]:
     """The rewards of all turns of a group. A single episode has nothing to be compared with."""
-    return [reward for each in group for reward in each.turn_rewards] if len(group) > 1 else []
+    return [reward for episode in group for reward in episode.turn_rewards] if len(group) > 1 else []
 
 
 def _remaining(episode: ScoredEpisode, advantages: Iterator[float]) -> list[float]:
     """For each turn of an episode, the sum of the advantages of this and all later turns; takes its own from the
     group's.
     """
-    own = list(islice(advantages, len(episode.turn_rewards)))
-    sums = list(accumulate(reversed(own)))[::-1]
+    of_episode = list(islice(advantages, len(episode.turn_rewards)))
+    sums = list(accumulate(reversed(of_episode)))[::-1]
     return sums or [0.0] * len(episode.turns)
 
 
@@ -134,10 +134,10 @@ def gdpo(batch: Batch) -> list[list[list[float]]]:
     says. The mean of the sums over the batch is 0, so whitening is the division alone. An episode whose components are
     not known has one, its total. Source: GDPO (arXiv 2601.05242).
     """
-    sums = [_weighted_sum([_components(each) for each in group]) for group in batch]
+    sums = [_weighted_sum([_components(episode) for episode in group]) for group in batch]
     scale = _deviation([value for group in sums for value in group]) + EPSILON
     return [
-        [[value / scale] * each.tokens for each, value in zip(group, values, strict=True)]
+        [[value / scale] * episode.tokens for episode, value in zip(group, values, strict=True)]
         for group, values in zip(batch, sums, strict=True)
     ]
 

@@ -35,20 +35,20 @@ class UserAlgorithm:
 
     def advantages(self, batch: Sequence[Sequence[ScoredEpisode]]) -> Sequence[Sequence[Sequence[float]]]:
         """Advantages of every sampled token; raises UserCodeError if their number or a value is invalid."""
-        found = self._call("advantages", lambda: self._algorithm.advantages(batch))
+        token_advantages = self._call("advantages", lambda: self._algorithm.advantages(batch))
         expected = [[episode.tokens for episode in group] for group in batch]
-        sizes = self._call("advantages", lambda: [[len(values) for values in group] for group in found])
+        sizes = self._call("advantages", lambda: [[len(values) for values in group] for group in token_advantages])
         if sizes != expected:
             raise UserCodeError(
                 f"{self._name}.advantages must return one number for each sampled token of each episode: "
                 f"{expected}, not {sizes}",
                 code="advantages_invalid",
             )
-        if not all(math.isfinite(value) for group in found for values in group for value in values):
+        if not all(math.isfinite(value) for group in token_advantages for values in group for value in values):
             raise UserCodeError(
                 f"{self._name}.advantages returned a number that is not finite", code="advantages_invalid"
             )
-        return found
+        return token_advantages
 
     def loss(self, batch: TokenBatch) -> Tensor:
         return self._call("loss", lambda: self._algorithm.loss(batch))

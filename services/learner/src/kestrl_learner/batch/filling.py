@@ -44,7 +44,7 @@ Chosen = list[tuple[int, list[int]]]
 """Numbers of groups, and of their episodes, in a pass."""
 
 
-def filled(groups: Sequence[Sizes], *, joined: int, least: int = 1) -> list[Chosen]:
+def filled(groups: Sequence[Sizes], *, joined: int, least_passes: int = 1) -> list[Chosen]:
     """The passes over the episodes of some groups, in the order of the groups.
 
     The cheaper of two: groups cut by themselves, whose parts are put together, and passes that are filled one after the
@@ -53,27 +53,30 @@ def filled(groups: Sequence[Sizes], *, joined: int, least: int = 1) -> list[Chos
     Args:
         groups: Their tokens.
         joined: Largest number of tokens of a pass over several groups.
-        least: Number of passes, by the number of ranks, below which groups are not put together.
+        least_passes: Number of passes, by the number of ranks, below which groups are not put together.
     """
     total = sum(size.prompt + sum(size.episodes) for size in groups)
-    joined = min(joined, -(-total // least))
+    joined = min(joined, -(-total // least_passes))
     plans = (_joined_parts(groups, joined), _one_after_the_other(groups, joined))
-    return sorted(min(plans, key=lambda plan: _cost(groups, plan)), key=lambda chosen: chosen[0])
+    return sorted(min(plans, key=lambda plan: _cost(groups, plan)), key=lambda selection: selection[0])
 
 
-def _tokens(groups: Sequence[Sizes], chosen: Chosen) -> int:
-    return sum(groups[number].prompt + sum(groups[number].episodes[one] for one in some) for number, some in chosen)
+def _tokens(groups: Sequence[Sizes], selection: Chosen) -> int:
+    return sum(
+        groups[number].prompt + sum(groups[number].episodes[position] for position in positions)
+        for number, positions in selection
+    )
 
 
 def _cost(groups: Sequence[Sizes], plan: Sequence[Chosen]) -> int:
-    return sum(PASS_COST + _tokens(groups, chosen) for chosen in plan)
+    return sum(PASS_COST + _tokens(groups, selection) for selection in plan)
 
 
 def _joined_parts(groups: Sequence[Sizes], joined: int) -> list[Chosen]:
     parts = [
-        (number, some)
+        (number, positions)
         for number, size in enumerate(groups)
-        for some in bins(size.episodes, limit=size.limit - size.prompt)
+        for positions in bins(size.episodes, limit=size.limit - size.prompt)
     ]
     sizes = [_tokens(groups, [part]) for part in parts]
     return [_merged([parts[place] for place in places]) for places in bins(sizes, limit=joined)]
@@ -82,24 +85,24 @@ def _joined_parts(groups: Sequence[Sizes], joined: int) -> list[Chosen]:
 def _merged(parts: Sequence[tuple[int, list[int]]]) -> Chosen:
     """The parts of a pass, with one of each group."""
     episodes: dict[int, list[int]] = {}
-    for number, some in parts:
-        episodes.setdefault(number, []).extend(some)
-    return [(number, sorted(some)) for number, some in sorted(episodes.items())]
+    for number, positions in parts:
+        episodes.setdefault(number, []).extend(positions)
+    return [(number, sorted(positions)) for number, positions in sorted(episodes.items())]
 
 
 def _one_after_the_other(groups: Sequence[Sizes], joined: int) -> list[Chosen]:
     plan: list[Chosen] = []
-    left = 0
+    tokens_left = 0
     for number, size in enumerate(groups):
-        begun = False
+        has_prompt = False
         for episode, tokens in enumerate(size.episodes):
-            needed = tokens if begun else size.prompt + tokens
-            if not plan or needed > left:
+            needed = tokens if has_prompt else size.prompt + tokens
+            if not plan or needed > tokens_left:
                 plan.append([])
-                left, begun, needed = joined, False, size.prompt + tokens
-            if not begun:
+                tokens_left, has_prompt, needed = joined, False, size.prompt + tokens
+            if not has_prompt:
                 plan[-1].append((number, []))
-                begun = True
+                has_prompt = True
             plan[-1][-1][1].append(episode)
-            left -= needed
+            tokens_left -= needed
     return plan

@@ -87,8 +87,8 @@ def _difference(
     """
     parts: list[Tensor] = []
     for prompt, rows in packed:
-        alone = [_alone(body, [*prompt, *row], device) for row in rows]
-        parts += [alone[0][: len(prompt)], *(states[len(prompt) :] for states in alone)]
+        separate = [_alone(body, [*prompt, *row], device) for row in rows]
+        parts += [separate[0][: len(prompt)], *(states[len(prompt) :] for states in separate)]
     expected = torch.cat(parts)
     one_row = _alone(body, [token for prompt, rows in packed for part in (prompt, *rows) for token in part], device)
     influence = float((one_row - expected).detach().abs().max())
@@ -98,9 +98,9 @@ def _difference(
     except (RuntimeError, TypeError, ValueError) as error:  # a family that makes something of the mask before
         return str(error).strip().partition("\n")[0] or type(error).__name__
     rounding = 8 * torch.finfo(expected.dtype).eps
-    largest = float((states - expected).detach().abs().max())
-    if not largest <= min(max(1e-4, rounding) * float(expected.detach().abs().max()), influence / 8):
-        return f"states of packed rows differ by {largest:g}"
+    deviation = float((states - expected).detach().abs().max())
+    if not deviation <= min(max(1e-4, rounding) * float(expected.detach().abs().max()), influence / 8):
+        return f"states of packed rows differ by {deviation:g}"
     right = _gradient(body, expected)
     off = float((slope - right).norm() / right.norm().clamp(min=torch.finfo(right.dtype).tiny))
     return "" if off <= max(1e-3, 2 * rounding) else f"gradients of packed rows differ by {off:.1%}"

@@ -21,7 +21,7 @@ BLOCK = 128
 """Tokens of a block of FlexAttention's mask."""
 
 
-class Segment(NamedTuple):
+class PackedSegment(NamedTuple):
     """Lengths of the rows of a group in a packed sequence."""
 
     prompt: int
@@ -36,7 +36,7 @@ class CausalMask:
     The masks of all rows of a sequence are parts of one, that of the longest row behind the longest prompt.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+    def __init__(self, segments: Sequence[PackedSegment], device: torch.device) -> None:
         shared = [segment for segment in segments if segment.prompt]
         self._prompt = max((segment.prompt for segment in shared), default=0)
         row = max((length for segment in shared for length in segment.rows), default=0)
@@ -65,7 +65,7 @@ class CausalMask:
 class Layout:
     """What a packed sequence holds."""
 
-    segments: Sequence[Segment]
+    segments: Sequence[PackedSegment]
     blocks: BlockMask | None = None
     """The mask of FlexAttention; None if attention is computed row by row."""
     causal: CausalMask | None = None
@@ -121,9 +121,9 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & ((row[query] == row[key]) | (prompt[query] == row[key]))
 
-    some, whole = (_ordered(blocks.to(device)) for blocks in _blocks(rows, prompts))
+    partial_blocks, full_blocks = (_ordered(blocks.to(device)) for blocks in _blocks(rows, prompts))
     lengths = len(rows), len(rows)
-    return BlockMask.from_kv_blocks(*some, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
 class _Block(NamedTuple):
@@ -158,19 +158,21 @@ def _blocks(rows: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
     """
     part = _block(rows, prompts)
     count = len(part.first)
-    earlier = torch.ones(count, count, dtype=torch.bool).tril(-1)
-    own, before = part.first[:, None], part.prompt[:, None]
+    earlier_pairs = torch.ones(count, count, dtype=torch.bool).tril(-1)
+    number, before = part.first[:, None], part.prompt[:, None]
     lengths = torch.bincount(rows, minlength=int(prompts.max()) + 1)
     of_prompt = (part.first <= before) & (part.last >= before) & (lengths[part.prompt] > 0)[:, None]
-    seen = earlier & ((part.last == own) | of_prompt)
+    seen_pairs = earlier_pairs & ((part.last == number) | of_prompt)
     one_segment = (part.prompt == part.last_prompt)[:, None]
     one_row = (part.first == part.last)[:, None]
     only_prompt = (part.first == before) & (part.last == before)
-    only_own = one_row & (part.last == own) & ((part.first == own) | ((part.first == before) & (part.second == own)))
-    whole = earlier & one_segment & (only_prompt | only_own)
+    only_own = (
+        one_row & (part.last == number) & ((part.first == number) | ((part.first == before) & (part.second == number)))
+    )
+    full = earlier_pairs & one_segment & (only_prompt | only_own)
     if len(rows) % BLOCK:
-        whole[-1] = False
-    return (seen & ~whole) | torch.eye(count, dtype=torch.bool), whole
+        full[-1] = False
+    return (seen_pairs & ~full) | torch.eye(count, dtype=torch.bool), full
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kestrl_learner.batch.layout import LAYOUT, CausalMask, Layout, Segment, block_mask, layout_mask
+from kestrl_learner.batch.layout import LAYOUT, CausalMask, Layout, PackedSegment, block_mask, layout_mask
 from kestrl_learner.batch.rows import TrainRow
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ def attention(
     """
     layout: Layout | None = getattr(attention_mask, LAYOUT, None)
     if layout is None:
-        found: Any = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return found
+        output: Any = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output
     if layout.blocks is not None:
         return flex_attention_forward(module, query, key, value, layout.blocks, **options)[0], None
     return _row_by_row(layout, module, query, key, value, options), None
@@ -111,14 +111,14 @@ def _row_by_row(
     layout: Layout, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """As `attention`, of a packed sequence."""
-    pieces = (whole.split(layout.sizes, dim=2) for whole in (query, key, value))
+    pieces = (tensor.split(layout.sizes, dim=2) for tensor in (query, key, value))
     parts = zip(*pieces, strict=True)
-    found: list[Tensor] = []
+    all_states: list[Tensor] = []
 
     def attend(of_query: Tensor, seen_key: Tensor, seen_value: Tensor, mask: Tensor | None) -> None:
         if of_query.shape[2]:
             states, _ = sdpa_attention_forward(module, of_query, seen_key, seen_value, attention_mask=mask, **options)
-            found.append(states)
+            all_states.append(states)
 
     for prompt, rows in layout.segments:
         prompt_query, prompt_key, prompt_value = next(parts)
@@ -130,7 +130,7 @@ def _row_by_row(
             assert layout.causal is not None, "rows behind a prompt have a mask"
             keys, values = torch.cat([prompt_key, row_key], dim=2), torch.cat([prompt_value, row_value], dim=2)
             attend(row_query, keys, values, layout.causal.part(prompt, row, query.dtype))
-    return torch.cat(found, dim=1)
+    return torch.cat(all_states, dim=1)
 
 
 AttentionInterface.register(NAME, attention)
@@ -156,7 +156,7 @@ def packed_hidden(
         device: The model's.
         kernel: Computes the attention of rows that share a prompt.
     """
-    layout = Layout(segments=[Segment(len(prompt), [len(row) for row in rows]) for prompt, rows in packed])
+    layout = Layout(segments=[PackedSegment(len(prompt), [len(row) for row in rows]) for prompt, rows in packed])
     if layout.shares and kernel is Kernel.FLEX:
         layout = replace(layout, blocks=block_mask(layout, device))
     elif layout.shares:
@@ -164,8 +164,8 @@ def packed_hidden(
     ids = torch.tensor([token for prompt, rows in packed for part in (prompt, *rows) for token in part], device=device)
     places = torch.tensor(layout.positions(), device=device)
     mask = layout_mask(layout, device)
-    found: Any = body(input_ids=ids[None], position_ids=places[None], attention_mask=mask, use_cache=False)
-    return found.last_hidden_state[0]
+    output: Any = body(input_ids=ids[None], position_ids=places[None], attention_mask=mask, use_cache=False)
+    return output.last_hidden_state[0]
 
 
 class Packed(NamedTuple):
@@ -209,9 +209,9 @@ def enable(base: Any) -> bool:
     Models with attention windows, with layers other than attention, or with an attention of their own keep theirs.
     """
     config = base.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     windows = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    if base.config._attn_implementation != "sdpa" or others or windows:
+    if base.config._attn_implementation != "sdpa" or layer_types or windows:
         log.info("rows are padded and not packed: attention of this family is not that of whole rows in every layer")
         return False
     base.set_attn_implementation(NAME)

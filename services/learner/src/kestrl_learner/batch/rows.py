@@ -87,10 +87,10 @@ def cut(lengths: Sequence[int], *, prompt: int, limit: int, rows: Sequence[int] 
     counts = [0, *accumulate(rows or [1] * len(lengths))]
     best: list[tuple[int, int]] = [(0, 0)]
     for end in range(1, len(lengths) + 1):
-        longest = lengths[end - 1]
+        row_length = lengths[end - 1]
         options: list[tuple[int, int]] = []
         for begin in range(end - 1, -1, -1):
-            size = prompt + (counts[end] - counts[begin]) * longest
+            size = prompt + (counts[end] - counts[begin]) * row_length
             if size > limit and begin < end - 1:
                 break
             options.append((best[begin][0] + PASS_COST + size, begin))
@@ -116,23 +116,23 @@ def bins(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
     """
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     full: list[list[int]] = []
-    used: list[int] = []
+    full_loads: list[int] = []
     for index in order:
-        fitting = [number for number, size in enumerate(used) if size + sizes[index] <= limit]
-        number = min(fitting, key=lambda number: (-used[number], number), default=len(full))
+        fitting = [number for number, size in enumerate(full_loads) if size + sizes[index] <= limit]
+        number = min(fitting, key=lambda number: (-full_loads[number], number), default=len(full))
         if number == len(full):
             full.append([])
-            used.append(0)
+            full_loads.append(0)
         full[number].append(index)
-        used[number] += sizes[index]
+        full_loads[number] += sizes[index]
     even: list[list[int]] = [[] for _ in full]
     loads = [0] * len(full)
     for index in order:
         number = min(range(len(full)), key=lambda number: (loads[number], number))
         even[number].append(index)
         loads[number] += sizes[index]
-    within = all(load <= limit or len(some) == 1 for some, load in zip(even, loads, strict=True))
-    return [sorted(some) for some in (even if within else full)]
+    within = all(load <= limit or len(indices) == 1 for indices, load in zip(even, loads, strict=True))
+    return [sorted(indices) for indices in (even if within else full)]
 
 
 def engine_of_tokens(episode: Episode, row: int) -> Sequence[str]:
@@ -184,7 +184,9 @@ def estimated(batch: Sequence[TrainGroup], algorithm: Algorithm) -> list[TrainGr
         ValueError: The algorithm returned another number of advantages than an episode has sampled tokens.
     """
     advantages = algorithm.advantages([group.episodes for group in batch])
-    return [_with_advantages(group, given) for group, given in zip(batch, advantages, strict=True)]
+    return [
+        _with_advantages(group, group_advantages) for group, group_advantages in zip(batch, advantages, strict=True)
+    ]
 
 
 def _with_advantages(group: TrainGroup, advantages: Sequence[Sequence[float]]) -> TrainGroup:
@@ -203,12 +205,12 @@ def _with_advantages(group: TrainGroup, advantages: Sequence[Sequence[float]]) -
 
 
 def _train_group(group: Group, policy: str) -> TrainGroup:
-    given = [
+    numbered_rows = [
         (row, number, engine_of_tokens(episode, index))
         for number, episode in enumerate(group.episodes)
         for index, row in enumerate(episode.rows)
     ]
-    length = shared_prompt([(row.token_ids, row.mask) for row, *_ in given])
+    length = shared_prompt([(row.token_ids, row.mask) for row, *_ in numbered_rows])
     rows = [
         TrainRow(
             token_ids=row.token_ids[length:],
@@ -220,11 +222,11 @@ def _train_group(group: Group, policy: str) -> TrainGroup:
             policy=row.policies[0] if len(set(row.policies)) == 1 else "",
             engines=engines,
         )
-        for row, number, engines in given
+        for row, number, engines in numbered_rows
     ]
     return TrainGroup(
         id=group.id,
-        prompt=given[0][0].token_ids[:length] if given else array("i"),
+        prompt=numbered_rows[0][0].token_ids[:length] if numbered_rows else array("i"),
         rows=rows,
         episodes=[scored_episode(episode) for episode in group.episodes],
     )

@@ -14,8 +14,8 @@ def stream(rows: Sequence[TrainRow], values: Sequence[Sequence[float]]) -> list[
     """Values of the sampled tokens of rows, in row order."""
     return [
         value
-        for row, listed in zip(rows, values, strict=True)
-        for value, on in zip(listed, row.mask, strict=True)
+        for row, row_values in zip(rows, values, strict=True)
+        for value, on in zip(row_values, row.mask, strict=True)
         if on
     ]
 
@@ -50,28 +50,28 @@ def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
     together, so that they share their prompt and a pass.
     """
     places = [(number, place) for number, group in enumerate(groups) for place in range(len(group.rows))]
-    wanted = _covering(groups, places) | _covering(groups, places[::-1])
-    chosen: dict[str, list[TrainGroup]] = {}
+    covering_places = _covering(groups, places) | _covering(groups, places[::-1])
+    groups_by_policy: dict[str, list[TrainGroup]] = {}
     for number, group in enumerate(groups):
         rows: dict[str, list[TrainRow]] = {}
         for place, row in enumerate(group.rows):
-            if (number, place) in wanted:
+            if (number, place) in covering_places:
                 rows.setdefault(row.policy, []).append(row)
-        for policy, some in rows.items():
-            chosen.setdefault(policy, []).append(replace(group, rows=some))
-    return chosen
+        for policy, policy_rows in rows.items():
+            groups_by_policy.setdefault(policy, []).append(replace(group, rows=policy_rows))
+    return groups_by_policy
 
 
 def _covering(groups: Sequence[TrainGroup], places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
     """Places (group, row) of the first rows, in this order, that cover each engine of each older policy."""
-    seen: dict[str, set[str]] = {}
-    found: set[tuple[int, int]] = set()
+    engines_by_policy: dict[str, set[str]] = {}
+    covering_places: set[tuple[int, int]] = set()
     for number, place in places:
         row = groups[number].rows[place]
         if row.on_policy or not row.policy:
             continue
-        known = seen.setdefault(row.policy, set())
-        if not known.issuperset(row.engines):
-            known.update(row.engines)
-            found.add((number, place))
-    return found
+        covered_engines = engines_by_policy.setdefault(row.policy, set())
+        if not covered_engines.issuperset(row.engines):
+            covered_engines.update(row.engines)
+            covering_places.add((number, place))
+    return covering_places

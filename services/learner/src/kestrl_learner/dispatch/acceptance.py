@@ -78,7 +78,7 @@ def malformed(group: Group, *, scenario: Scenario, size: int, vocabulary: int) -
     elif [episode.index for episode in group.episodes] != list(range(size)):
         message = f"group {group.id} has {len(group.episodes)} episodes, not {size}, or they are out of order"
     else:
-        message = next((why for episode in group.episodes if (why := _impossible(episode, vocabulary))), "")
+        message = next((problem for episode in group.episodes if (problem := _impossible(episode, vocabulary))), "")
     if not message:
         return None
     return Failure(boundary=Boundary.INFRASTRUCTURE, code="malformed_group", message=message, component="rollout")
@@ -93,13 +93,13 @@ def _impossible(episode: Episode, vocabulary: int) -> str:
         return f"{episode.id} has {len(episode.turn_rewards)} turn rewards for {len(episode.turns)} turns"
     if not all(abs(reward) <= LARGEST_REWARD for reward in episode.turn_rewards):
         return f"{episode.id} has turn rewards {list(episode.turn_rewards)[:8]}"
-    if why := repeated(episode):
-        return why
+    if problem := repeated(episode):
+        return problem
     for number, row in enumerate(episode.rows):
         if max(row.mask, default=0) > 1:
             return f"{episode.id} has a mask byte of {max(row.mask)}; it is 0 or 1"
-        if why := _unattributed(episode, number):
-            return why
+        if problem := _unattributed(episode, number):
+            return problem
         if not row.token_ids or row.mask[0]:
             return f"{episode.id} has a row that is empty or begins with a sampled token"
         if min(row.token_ids) < 0 or max(row.token_ids) >= vocabulary:
@@ -114,14 +114,14 @@ def _impossible(episode: Episode, vocabulary: int) -> str:
 def _unattributed(episode: Episode, number: int) -> str:
     """Why the sampled tokens of a row cannot be attributed to turns and so to policy versions; empty if they can."""
     mask = episode.rows[number].mask
-    named = bytearray(len(mask))
+    turn_mask = bytearray(len(mask))
     for turn in episode.turns:
         if turn.row != number:
             continue
         if not 0 <= turn.start <= turn.end <= len(mask):
             return f"{episode.id} has a turn at {turn.start}-{turn.end} of a row of {len(mask)} tokens"
-        named[turn.start : turn.end] = b"\1" * (turn.end - turn.start)
-    orphans = sum(1 for sampled, known in zip(mask, named, strict=True) if sampled and not known)
+        turn_mask[turn.start : turn.end] = b"\1" * (turn.end - turn.start)
+    orphans = sum(1 for sampled, in_turn in zip(mask, turn_mask, strict=True) if sampled and not in_turn)
     return f"{episode.id} has {orphans} sampled tokens that belong to no turn" if orphans else ""
 
 
@@ -172,9 +172,9 @@ def decide(
     if masked:
         # Also with `shrink`: the scores of what remains would no longer be relative to the whole group.
         return GroupDecision(action=GroupAction.MASK, group=group, reason=masked[0].message[:500], failures=failures)
-    whole = [episode for episode in group.episodes if not_trainable(episode) is None]
-    if algorithm.on_failed_episode == "shrink" and len(whole) >= algorithm.min_group_size:
-        return GroupDecision(action=GroupAction.TRAIN, group=replace(group, episodes=whole), failures=failures)
+    trainable = [episode for episode in group.episodes if not_trainable(episode) is None]
+    if algorithm.on_failed_episode == "shrink" and len(trainable) >= algorithm.min_group_size:
+        return GroupDecision(action=GroupAction.TRAIN, group=replace(group, episodes=trainable), failures=failures)
     # A retry cannot help while any episode fails with an error that is not retryable.
     permanent = [failure for failure in failures if not failure.retryable]
     decision = _retry_or_drop(group, permanent or failures, failures_before, retryable=not permanent)

@@ -20,8 +20,8 @@ from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.dispatch.leases import ScenarioLeases
 from kestrl_learner.dispatch.running_groups import RunningGroup, RunningGroups
-from kestrl_learner.dispatch.workers import GroupRequest, Workers
-from kestrl_learner.engines.admission import Admission
+from kestrl_learner.dispatch.workers import GroupAssignment, Workers
+from kestrl_learner.engines.admission import EpisodeLimit
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease, Ledger
 from kestrl_learner.ledger.schedule import admissible, affordable, group_seed
@@ -73,7 +73,7 @@ class Dispatcher(GroupSource):
             scenarios,
             resume=self._wake.set,
         )
-        self._admission = Admission(settings.algorithm.group_size)
+        self._admission = EpisodeLimit(settings.algorithm.group_size)
         self._lowest: int | None = None
         observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
         self._policy: PolicyVersion | None = None
@@ -108,7 +108,7 @@ class Dispatcher(GroupSource):
     def _update_admission(self) -> None:
         """Adapts the admission limit after an engine reported its load."""
         before = self._admission.limit
-        self._admission.update(self._engines.loads(), running=self._running.episodes(), most=self._workers.capacity)
+        self._admission.update(self._engines.loads(), running=self._running.episodes(), ceiling=self._workers.capacity)
         now = self._admission.limit
         if now == before:
             return
@@ -174,7 +174,7 @@ class Dispatcher(GroupSource):
     async def _run(self, lease: Lease, policy: PolicyVersion) -> None:
         settings, running, task = self._settings, self._running, asyncio.current_task()
         assert task is not None
-        request = GroupRequest(
+        request = GroupAssignment(
             group_id=lease.group_id(settings.run),
             scenario=self._scenarios[lease.ordinal],
             size=settings.algorithm.group_size,
@@ -233,11 +233,11 @@ class Dispatcher(GroupSource):
                     f"no group of step {step + 1} was complete within {seconds:g} s; check what the episodes wait for, "
                     "or raise spec.rollout.deadlines.step"
                 ) from None
-        taken = self._queue.take(self._per_step)
+        groups = self._queue.take(self._per_step)
         self._consumed += self._per_step
         self._outcomes.step_taken()
         self._wake.set()
-        return taken
+        return groups
 
     def _step_complete(self, step: int) -> bool:
         """Whether a step has all groups it can get, and need not wait for a running group that it would make too

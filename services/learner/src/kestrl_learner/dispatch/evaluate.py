@@ -14,7 +14,7 @@ from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpo
 from kestrl.errors import KestrlError
 from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
-from kestrl_learner.dispatch.workers import GroupRequest, NoWorker, Workers
+from kestrl_learner.dispatch.workers import GroupAssignment, NoWorker, Workers
 from kestrl_learner.engines.engines import Engines, NoEngineProved
 from kestrl_learner.progress.progress import Progress, episode_facts, means_of
 
@@ -57,7 +57,7 @@ async def run_all(
     async def attempt(scenario: Scenario, sample: int, number: int) -> Group:
         await engines.wait_verified(policy)
         name = f"{scenario.ordinal}.{sample}" if samples > 1 else str(scenario.ordinal)
-        request = GroupRequest(
+        request = GroupAssignment(
             group_id=f"{run}/eval-{policy.step}-{sampling.label}-{name}-{number}",
             scenario=scenario,
             size=1,

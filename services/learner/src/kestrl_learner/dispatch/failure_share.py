@@ -33,8 +33,8 @@ class FailureShare:
         algorithm: Sizes of groups and steps. The run stops at two steps' worth of unscored groups in a row.
     """
 
-    def __init__(self, largest: float, algorithm: AlgorithmSettings) -> None:
-        self._largest, self._at_least = largest, algorithm.groups_per_step * algorithm.group_size
+    def __init__(self, bound: float, algorithm: AlgorithmSettings) -> None:
+        self._largest, self._at_least = bound, algorithm.groups_per_step * algorithm.group_size
         self._most_unscored, self._unscored = max(FEWEST_UNSCORED, 2 * algorithm.groups_per_step), 0
         self._episodes = self._failed = 0
         self._last: Failure | None = None

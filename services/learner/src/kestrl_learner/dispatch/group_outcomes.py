@@ -17,7 +17,7 @@ from kestrl_learner.dispatch.failure_share import FailureShare
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.leases import ScenarioLeases
 from kestrl_learner.dispatch.retry_pause import RetryPause
-from kestrl_learner.dispatch.workers import EnginesAway, GroupRequest, NoWorker, WorkerAway
+from kestrl_learner.dispatch.workers import EnginesAway, GroupAssignment, NoWorker, WorkerAway
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease
 from kestrl_learner.progress.progress import Progress
@@ -85,7 +85,7 @@ class GroupOutcomes:
         self._dynamic_sampling.reset()
 
     def ended(
-        self, lease: Lease, request: GroupRequest, policy: PolicyVersion, group: Group, *, engines: Collection[str]
+        self, lease: Lease, request: GroupAssignment, policy: PolicyVersion, group: Group, *, engines: Collection[str]
     ) -> None:
         """Handles a group that ran to its end.
 
@@ -155,17 +155,17 @@ class GroupOutcomes:
         elif decision.action is not GroupAction.RETRY:
             self._failure_share.add(episodes, decision.failures)
 
-    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, whole: Group) -> None:
+    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, original: Group) -> None:
         self.pause.reset()
         self._progress.add(group)
         if any(call.outcome is CallOutcome.OK for episode in group.episodes for call in episode.tool_calls):
             self._progress.accept_credential()
         if not self._dynamic_sampling.accepts(group):
-            self._store(lease, GroupOutcome.DROPPED, REJECTED, whole)
+            self._store(lease, GroupOutcome.DROPPED, REJECTED, original)
             self._leases.drop(lease, REJECTED)
             return
         self._leases.finish(lease)
-        self._queue.put(ReadyGroup(lease, group, policy, whole if whole is not group else None))
+        self._queue.put(ReadyGroup(lease, group, policy, original if original is not group else None))
         self._progress.observe(groups_ready=len(self._queue))
 
     def failed(self, lease: Lease, error: KestrlError) -> None:
@@ -200,9 +200,9 @@ class GroupOutcomes:
         self._leases.release(lease, reason, failed=True)
         self.pause.start(self._resume)
 
-    def _drop(self, lease: Lease, reason: str, what: str = "dropped") -> None:
+    def _drop(self, lease: Lease, reason: str, outcome: str = "dropped") -> None:
         self._leases.drop(lease, reason)
-        log.warning("scenario %d of epoch %d is %s: %s", lease.ordinal, lease.epoch, what, reason)
+        log.warning("scenario %d of epoch %d is %s: %s", lease.ordinal, lease.epoch, outcome, reason)
 
     def outdated(self, lease: Lease, policy: PolicyVersion, *, age: int, seconds: float) -> None:
         """Releases the scenario of a group that became too old while it ran."""

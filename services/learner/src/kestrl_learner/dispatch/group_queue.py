@@ -45,13 +45,13 @@ class GroupQueue:
     def take(self, count: int) -> list[ReadyGroup]:
         """Removes the first groups by policy version, then by position; fewer than `count` if there are fewer."""
         self._groups.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
-        taken, self._groups = self._groups[:count], self._groups[count:]
-        return taken
+        groups, self._groups = self._groups[:count], self._groups[count:]
+        return groups
 
-    def take_older(self, oldest: int) -> list[ReadyGroup]:
-        """Removes the groups of policy versions before the step `oldest`."""
-        older = [ready for ready in self._groups if ready.policy.step < oldest]
-        self._groups = [ready for ready in self._groups if ready.policy.step >= oldest]
+    def take_older(self, first_step: int) -> list[ReadyGroup]:
+        """Removes the groups of policy versions before the step `first_step`."""
+        older = [ready for ready in self._groups if ready.policy.step < first_step]
+        self._groups = [ready for ready in self._groups if ready.policy.step >= first_step]
         return older
 
     def versions(self) -> list[int]:

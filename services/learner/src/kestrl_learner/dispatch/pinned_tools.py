@@ -40,12 +40,12 @@ class PinnedTools:
             StorageError: The record cannot be read or written.
         """
         while True:
-            found, verified = await self._waiting.get()
+            digests, verified = await self._waiting.get()
             pinned = self._pinned or await asyncio.to_thread(read_tool_lists, self._store)
             if not pinned:
-                pinned = found
+                pinned = digests
                 await asyncio.to_thread(write_tool_lists, self._store, pinned)
-            elif changed := changed_servers(pinned, found):
+            elif changed := changed_servers(pinned, digests):
                 raise ToolFailure(
                     f"spec.tools: {', '.join(changed)}: the server lists other tools than at the start of the run; the "
                     f"tools of a run cannot change: start a new run, or pin the server's version "

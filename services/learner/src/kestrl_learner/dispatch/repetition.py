@@ -32,10 +32,10 @@ def repeated(episode: Episode) -> str:
     seeds = [turn.seed for turn in episode.turns if turn.seed]
     if len(set(seeds)) < len(seeds):
         return f"{episode.id} has two turns of one seed, that is, of one call"
-    for (first, turns), (second, others) in combinations(sorted(by_row.items()), 2):
+    for (first, turns), (second, second_turns) in combinations(sorted(by_row.items()), 2):
         if first >= 0 and second < len(episode.rows):
             shared = _shared(episode.rows[first], episode.rows[second])
-            place = _copied(episode.rows, turns, others, shared)
+            place = _copied(episode.rows, turns, second_turns, shared)
             if place is not None:
                 return f"{episode.id} has token {place} of row {first} again in row {second}, sampled in both"
     return ""
@@ -43,27 +43,27 @@ def repeated(episode: Episode) -> str:
 
 def _shared(first: Row, second: Row) -> int:
     """Number of ids with which two rows begin alike, by halving: comparing memory is fast."""
-    ids, others = memoryview(first.token_ids).cast("B"), memoryview(second.token_ids).cast("B")
+    ids, second_ids = memoryview(first.token_ids).cast("B"), memoryview(second.token_ids).cast("B")
     size = first.token_ids.itemsize
     low, high = 0, min(len(first.token_ids), len(second.token_ids))
     while low < high:
         middle = (low + high + 1) // 2
-        same = ids[low * size : middle * size] == others[low * size : middle * size]
+        same = ids[low * size : middle * size] == second_ids[low * size : middle * size]
         low, high = (middle, high) if same else (low, middle - 1)
     return low
 
 
-def _copied(rows: Sequence[Row], turns: Sequence[Turn], others: Sequence[Turn], shared: int) -> int | None:
+def _copied(rows: Sequence[Row], turns: Sequence[Turn], other_turns: Sequence[Turn], shared: int) -> int | None:
     """The first token that two rows begin alike up to, and that both have sampled in turns without seeds of their
     own.
     """
     for turn in turns:
-        for other in others:
+        for other in other_turns:
             start, end = max(0, turn.start, other.start), min(turn.end, other.end, shared)
             if start >= end or (turn.seed and other.seed):
                 continue
             masks = zip(rows[turn.row].mask[start:end], rows[other.row].mask[start:end], strict=True)
-            for place, (here, there) in enumerate(masks, start):
-                if here and there:
+            for place, (bit, other_bit) in enumerate(masks, start):
+                if bit and other_bit:
                     return place
     return None

@@ -75,10 +75,10 @@ class RunningGroups:
     def is_late(self, task: Task) -> bool:
         return task in self._late
 
-    def end_older(self, oldest: int) -> None:
-        """Ends the groups of policy versions before the step `oldest`."""
+    def end_older(self, first_step: int) -> None:
+        """Ends the groups of policy versions before the step `first_step`."""
         for task, group in self._groups.items():
-            if group.policy.step < oldest:
+            if group.policy.step < first_step:
                 self._outdated.add(task)
                 self._end(task)
 

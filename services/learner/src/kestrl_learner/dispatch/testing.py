@@ -78,10 +78,10 @@ class CheckedSource(GroupSource):
         assert finished >= len(groups), f"leases of taken groups are finished; of {len(groups)} {finished} are"
 
     def take_ended(self) -> list[StoredGroup]:
-        ended = self._source.take_ended()
-        for stored in ended:
+        ended_groups = self._source.take_ended()
+        for stored in ended_groups:
             assert stored.group.id not in self._ids, "a group that was taken does not end a second time"
-        return ended
+        return ended_groups
 
     def advance(self, policy: PolicyVersion) -> None:
         self._published.append(policy)

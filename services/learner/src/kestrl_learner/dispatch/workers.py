@@ -89,7 +89,7 @@ class BrokenStream(KestrlError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
+class GroupAssignment:
     """One group to run."""
 
     group_id: str
@@ -192,17 +192,17 @@ class Workers:
         worker.watching = tasks.create_task(self._watch(worker), name=f"watch-{worker.address}")
 
     async def _discover(self, name: str, tasks: asyncio.TaskGroup) -> None:
-        known: dict[str, _Worker] = {}
+        workers: dict[str, _Worker] = {}
         while True:
-            found = await resolved(name)
-            if found is not None:  # a failed lookup does not mean that workers are gone
-                for address in found - set(known):
-                    known[address] = self._add(address)
-                    self._begin(known[address], tasks)
+            addresses = await resolved(name)
+            if addresses is not None:  # a failed lookup does not mean that workers are gone
+                for address in addresses - set(workers):
+                    workers[address] = self._add(address)
+                    self._begin(workers[address], tasks)
                     log.info("rollout worker %s of %s added", address, name)
-                for address in set(known) - found:
-                    gone = known.pop(address)
-                    gone.leaving, gone.capacity = True, 0
+                for address in set(workers) - addresses:
+                    leaver = workers.pop(address)
+                    leaver.leaving, leaver.capacity = True, 0
                     self._publish_status()
                     log.info("rollout worker %s of %s removed", address, name)
             await self._remove_departed()
@@ -288,26 +288,26 @@ class Workers:
         """Groups of `size` episodes that could start now."""
         return sum(math.ceil(worker.free / size) for worker in self._workers)
 
-    async def run(self, request: GroupRequest, ended: Callable[[int], None] = _ignored) -> Group:
+    async def run(self, request: GroupAssignment, on_end: Callable[[int], None] = _ignored) -> Group:
         """Runs a group on the worker with the most free slots; waits while there is none.
 
         Args:
             request: The group to run.
-            ended: Called with the number of episodes that no longer need a slot; covers all of them when this returns.
+            on_end: Called with the number of episodes that no longer need a slot; covers all of them when this returns.
 
         Raises:
             KestrlError: The group as a whole failed.
         """
         worker = await self._acquire(request.size)
-        left = request.size
+        episodes_left = request.size
 
         def free(count: int) -> None:
-            nonlocal left
-            count = min(count, left)
-            left -= count
+            nonlocal episodes_left
+            count = min(count, episodes_left)
+            episodes_left -= count
             worker.used -= count
             self._progress.idle.count_episodes(-count)
-            ended(count)
+            on_end(count)
             self._changed.notify()
 
         try:
@@ -324,7 +324,7 @@ class Workers:
             worker.wake.set()
             raise
         finally:
-            free(left)
+            free(episodes_left)
 
     def _best(self) -> _Worker | None:
         return max((worker for worker in self._workers if worker.free), key=lambda worker: worker.free, default=None)
@@ -339,7 +339,7 @@ class Workers:
         self._progress.idle.count_episodes(size)
         return best
 
-    def _to_proto(self, request: GroupRequest) -> pb.RunGroupRequest:
+    def _to_proto(self, request: GroupAssignment) -> pb.RunGroupRequest:
         settings = self._settings
         return pb.RunGroupRequest(
             group_id=request.group_id,
@@ -366,7 +366,7 @@ class Workers:
             purpose=request.purpose,
         )
 
-    async def _stream(self, worker: _Worker, request: GroupRequest, ended: Callable[[int], None]) -> Group:
+    async def _stream(self, worker: _Worker, request: GroupAssignment, on_end: Callable[[int], None]) -> Group:
         timeout = 2 * self._settings.group_seconds + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
@@ -379,7 +379,7 @@ class Workers:
             if answer.HasField("group"):
                 await self._verify_tools(answer.tool_digests)
                 return _decoded(answer.group, peer)
-            ended(answer.ended)
+            on_end(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
 
 

@@ -30,7 +30,7 @@ class EngineLoad:
         return self.kv_usage >= FULL or self.waiting > self.running
 
 
-class Admission:
+class EpisodeLimit:
     """A limit on concurrent episodes. There is none at first: the workers' capacity from the manifest bounds them."""
 
     def __init__(self, group_size: int) -> None:
@@ -38,13 +38,13 @@ class Admission:
         self._preemptions: dict[str, int] = {}
         self.limit: int | None = None
 
-    def update(self, loads: Mapping[str, EngineLoad], *, running: int, most: int) -> None:
+    def update(self, loads: Mapping[str, EngineLoad], *, running: int, ceiling: int) -> None:
         """Adapts the limit to the engines' reported load.
 
         Args:
             loads: Load by engine name.
             running: Episodes running now.
-            most: Capacity of the workers in episodes.
+            ceiling: Capacity of the workers in episodes.
         """
         preempted = any(load.preemptions > self._preemptions.get(name, 0) for name, load in loads.items())
         # Counts of engines that do not report now are kept: their old preemptions must not count as new ones later.
@@ -57,7 +57,7 @@ class Admission:
             self.limit = effective
         elif self.limit is not None:
             grown = self.limit + self._group_size
-            self.limit = grown if grown < most else None
+            self.limit = grown if grown < ceiling else None
 
     def groups(self, running: int) -> int | None:
         """Groups that may start next to `running` episodes, at least one when none runs; None for no limit."""

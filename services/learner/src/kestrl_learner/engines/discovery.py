@@ -95,7 +95,7 @@ class EnginesByName:
         answers = await asyncio.gather(*(self._ask(address) for address in addresses))
         answered = {entry.agent_address: entry for entry in answers if entry is not None}
         silent = {address: self._entries[address] for address in addresses - set(answered) if address in self._entries}
-        self._noted = {address: why for address, why in self._noted.items() if address in addresses}
+        self._noted = {address: reason for address, reason in self._noted.items() if address in addresses}
         self._entries = {**silent, **answered}
         # A pod that was replaced keeps its name, and may have its old address behind the Service's name for a while.
         by_name = {entry.name: entry for entry in self._entries.values()}
@@ -122,10 +122,10 @@ class EnginesByName:
         self._noted.pop(address, None)
         return EngineEntry(name=answer.name, url=answer.url, agent_address=address)
 
-    def _note(self, address: str, why: str) -> None:
+    def _note(self, address: str, reason: str) -> None:
         if address not in self._entries and address not in self._noted:
-            self._noted[address] = why
-            log.warning("the engine of %s is not used yet: %s", address, why)
+            self._noted[address] = reason
+            log.warning("the engine of %s is not used yet: %s", address, reason)
 
 
 def discovery_of(settings: LearnerSettings) -> EngineDiscovery:

@@ -66,7 +66,7 @@ class NoEngineProved(KestrlError):
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedPolicy:
     """A published version and its address."""
 
     policy: PolicyVersion
@@ -82,14 +82,14 @@ class Engines:
         self._discovery = discovery
         self._known: list[KnownEngine] = []
         self._progress, self._start_seconds = progress, start_seconds
-        self._wanted: dict[str, Published] = {}
+        self._wanted: dict[str, PublishedPolicy] = {}
         self._proofs, self.serving = Proofs(), Serving()
         self._changed = Signal()
         self.changes = Listeners()
         """Called when what the engines have proved may have changed."""
         self.looks = Listeners()
         """Called after every look at an engine that answers."""
-        observe(Metric.QUARANTINED, lambda: {known.entry.name: len(known.load_failures) for known in self._known})
+        observe(Metric.QUARANTINED, lambda: {engine.entry.name: len(engine.load_failures) for engine in self._known})
 
     @classmethod
     def of_settings(cls, settings: LearnerSettings, progress: Progress) -> Engines:
@@ -97,12 +97,12 @@ class Engines:
         return cls(discovery_of(settings), progress, settings.start_seconds)
 
     async def close(self) -> None:
-        for known in self._known:
-            await known.close()
+        for engine in self._known:
+            await engine.close()
 
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
-        return [known.entry for known in self._known if known.serves(policy.name) and not known.suspected]
+        return [engine.entry for engine in self._known if engine.serves(policy.name) and not engine.suspected]
 
     def proved_since(self, policy: PolicyVersion, began: float) -> frozenset[str]:
         """Names of the engines that had proved a version at any time since `began`, by the loop's clock."""
@@ -114,14 +114,14 @@ class Engines:
         Else a scenario could use up its attempts on an engine that was killed, before the agent's own look finds out.
         """
         suspected = set(names)
-        for known in self._known:
-            if known.entry.name in suspected:
-                known.suspected = True
-                known.wake.set()
+        for engine in self._known:
+            if engine.entry.name in suspected:
+                engine.suspected = True
+                engine.wake.set()
 
     def loads(self) -> dict[str, EngineLoad]:
         """Load of the engines that are up, as of the last poll."""
-        return {known.entry.name: known.load for known in self._known if known.up}
+        return {engine.entry.name: engine.load for engine in self._known if engine.up}
 
     def wanted(self) -> set[str]:
         """Names of the versions that are published and not retired."""
@@ -146,19 +146,19 @@ class Engines:
             NoEngineProved: No engine can, or none did within `start_seconds`.
             PlaceError: No engine can store it: disks are full or not writable.
         """
-        serving = [known for known in self._known if known.caught_up] if self._wanted else None
-        self._wanted[policy.name] = Published(policy, uri)
+        serving = [engine for engine in self._known if engine.caught_up] if self._wanted else None
+        self._wanted[policy.name] = PublishedPolicy(policy, uri)
         self._progress.emit(
             VersionPublished(version=policy, uri=uri, parent=parent or "", probe_distance=probe_distance)
         )
         self._publish_status()  # at once: engines have not verified this version yet
-        for known in self._known:
-            known.wake.set()
+        for engine in self._known:
+            engine.wake.set()
         await self.wait_verified(policy)
         waited = list(self._known) if serving is None else serving  # who joins later keeps nobody waiting
         with suppress(TimeoutError):
             async with asyncio.timeout(STRAGGLER_SECONDS):
-                await self._changed.wait_for(lambda: all(known.settled(policy.name) for known in waited))
+                await self._changed.wait_for(lambda: all(engine.settled(policy.name) for engine in waited))
         return self.proved(policy)
 
     async def wait_verified(self, policy: PolicyVersion) -> list[EngineEntry]:
@@ -169,219 +169,221 @@ class Engines:
             PlaceError: No engine can store it: disks are full or not writable.
             FailureError: No engine could fetch it within `start_seconds`, since storage cannot be used.
         """
-        how = "and retrying cannot help"
+        qualifier = "and retrying cannot help"
         try:
             async with asyncio.timeout(self._start_seconds):
                 await self._changed.wait_for(lambda: self.proved(policy) or self._hopeless(policy.name))
         except TimeoutError:
-            how = f"for {self._start_seconds:g} s"
+            qualifier = f"for {self._start_seconds:g} s"
         if not (proved := self.proved(policy)):
-            states = "; ".join(str(known) for known in self._known) or "none was found"
-            if self._known and all(known.storage_refused(policy.name) for known in self._known):
+            states = "; ".join(str(engine) for engine in self._known) or "none was found"
+            if self._known and all(engine.storage_refused(policy.name) for engine in self._known):
                 raise PlaceError(f"no engine can keep {policy.name} ({states})")
-            away = [failure for known in self._known if (failure := known.storage_failure(policy.name)) is not None]
+            away = [failure for engine in self._known if (failure := engine.storage_failure(policy.name)) is not None]
             if away and len(away) == len(self._known):
-                message = f"no engine could fetch {policy.name} {how} ({states})"
+                message = f"no engine could fetch {policy.name} {qualifier} ({states})"
                 raise FailureError(replace(away[0], message=message, component=""))
-            raise NoEngineProved(f"no engine has proved {policy.name} {how} ({states})")
+            raise NoEngineProved(f"no engine has proved {policy.name} {qualifier} ({states})")
         return proved
 
     def _hopeless(self, name: str) -> bool:
-        return bool(self._known) and all(known.hopeless(name) for known in self._known)
+        return bool(self._known) and all(engine.hopeless(name) for engine in self._known)
 
     async def retire(self, names: set[str]) -> None:
         """Stops wanting versions that nothing uses any more: each engine unloads them before it loads another."""
         for name in names & set(self._wanted):
             del self._wanted[name]
-            for known in self._known:
-                known.proved.discard(name)
-                known.load_failures.pop(name, None)
+            for engine in self._known:
+                engine.proved.discard(name)
+                engine.load_failures.pop(name, None)
             self._proofs.forget(name)
-        for known in self._known:
-            known.wake.set()
+        for engine in self._known:
+            engine.wake.set()
 
     async def watch(self) -> None:
         """Finds engines, and reconciles and polls every one of them, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                listed = await self._discovery.look()
-                if listed is not None:
-                    await self._apply(listed, tasks)
+                entries = await self._discovery.look()
+                if entries is not None:
+                    await self._apply(entries, tasks)
                 await asyncio.sleep(self._discovery.seconds)
 
-    async def _apply(self, listed: Sequence[EngineEntry], tasks: asyncio.TaskGroup) -> None:
+    async def _apply(self, entries: Sequence[EngineEntry], tasks: asyncio.TaskGroup) -> None:
         """Begins to watch the engines that have joined, and ends it for those that have left."""
-        present = [known.entry for known in self._known]
-        left = [known for known in self._known if known.entry not in listed]
-        joined = [entry for entry in listed if entry not in present]
-        if not left and not joined:
+        watched_entries = [engine.entry for engine in self._known]
+        departed_engines = [engine for engine in self._known if engine.entry not in entries]
+        joined = [entry for entry in entries if entry not in watched_entries]
+        if not departed_engines and not joined:
             return
-        self._known = [known for known in self._known if known not in left]
+        self._known = [engine for engine in self._known if engine not in departed_engines]
         for entry in joined:
-            known = self._add(entry)
-            known.watching = tasks.create_task(self._watch(known), name=f"watch-{entry.name}")
-        self._known.sort(key=lambda known: listed.index(known.entry))
-        for known in left:
-            known.lost = True
-            self._progress.idle.forget(known.entry.name)
-            self._progress.work.forget(known.entry.name)
-        log.info("engines: %s joined, %s left", _names(joined), _names([known.entry for known in left]))
+            engine = self._add(entry)
+            engine.watching = tasks.create_task(self._watch(engine), name=f"watch-{entry.name}")
+        self._known.sort(key=lambda engine: entries.index(engine.entry))
+        for engine in departed_engines:
+            engine.lost = True
+            self._progress.idle.forget(engine.entry.name)
+            self._progress.work.forget(engine.entry.name)
+        log.info("engines: %s joined, %s left", _names(joined), _names([engine.entry for engine in departed_engines]))
         self._publish_status()  # before anything is awaited: groups are to leave engines that leave
-        for known in left:
-            await known.close()
+        for engine in departed_engines:
+            await engine.close()
 
     def _add(self, entry: EngineEntry) -> KnownEngine:
         connection = channel(entry.agent_address)
-        known = KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection)
-        self._known.append(known)
-        return known
+        engine = KnownEngine(entry, stubs.EngineAgentServiceStub(connection), connection)
+        self._known.append(engine)
+        return engine
 
-    async def _watch(self, known: KnownEngine) -> None:
+    async def _watch(self, engine: KnownEngine) -> None:
         while True:
-            known.wake.clear()
-            await self._poll(known)
+            engine.wake.clear()
+            await self._poll(engine)
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_SECONDS):
-                    await known.wake.wait()
+                    await engine.wake.wait()
 
     def reports(self) -> list[EngineReport]:
         """Reports on the engines for the run's progress, in the job's order."""
-        return [known.report(self._progress.state.policy.version) for known in self._known]
+        return [engine.report(self._progress.state.policy.version) for engine in self._known]
 
     def _publish_status(self) -> None:
-        wanted = [published.policy for published in self._wanted.values()]
-        self._record_proofs(wanted)
-        for known in self._known:
-            known.update_newest(wanted)
-        newest = self._progress.state.policy.version
-        converged = 0 if newest is None else len(self.proved(newest))
+        policies = [published.policy for published in self._wanted.values()]
+        self._record_proofs(policies)
+        for engine in self._known:
+            engine.update_newest(policies)
+        version = self._progress.state.policy.version
+        converged = 0 if version is None else len(self.proved(version))
         reports = tuple(self.reports())
-        staying = sum(not known.leaving for known in self._known)
+        staying = sum(not engine.leaving for engine in self._known)
         self._progress.emit(EnginesObserved(verified=converged, reports=reports, total=staying))
         self._changed.notify()
         self.changes.notify()
 
-    def _record_proofs(self, wanted: Iterable[PolicyVersion]) -> None:
-        proved = {known.entry.name: known.proved for known in self._known}
+    def _record_proofs(self, policies: Iterable[PolicyVersion]) -> None:
+        proved = {engine.entry.name: engine.proved for engine in self._known}
         self._proofs.observe(proved, now=asyncio.get_running_loop().time())
         # A suspected engine keeps the sessions that it has: they move when it does not answer.
         self.serving.update(
-            {policy: tuple(known.entry for known in self._known if known.serves(policy.name)) for policy in wanted}
+            {policy: tuple(engine.entry for engine in self._known if engine.serves(policy.name)) for policy in policies}
         )
 
-    async def _poll(self, known: KnownEngine) -> None:
-        before, suspected = known.snapshot(), known.suspected
+    async def _poll(self, engine: KnownEngine) -> None:
+        before, suspected = engine.snapshot(), engine.suspected
         try:
-            seen = await call(
-                known.stub.GetEngine,
+            answer = await call(
+                engine.stub.GetEngine,
                 pb.GetEngineRequest(look=suspected),
                 pb.GetEngineResponse,
                 timeout=CALL_SECONDS,
-                peer=known.entry.name,
+                peer=engine.entry.name,
                 token=Secret.LEARNER_TO_INFERENCE.here(),
             )
         except KestrlError as error:
-            if known.state is not None:
-                log.warning("the agent of %s does not answer: %s", known.entry.name, error)
-                known.lost = True
-            known.state, known.failure = None, error.failure(component=known.entry.name)
-            known.proved.clear()
-            known.caught_up = False
-            known.suspected = known.suspected and not suspected
-            self._progress.idle.forget(known.entry.name)
+            if engine.state is not None:
+                log.warning("the agent of %s does not answer: %s", engine.entry.name, error)
+                engine.lost = True
+            engine.state, engine.failure = None, error.failure(component=engine.entry.name)
+            engine.proved.clear()
+            engine.caught_up = False
+            engine.suspected = engine.suspected and not suspected
+            self._progress.idle.forget(engine.entry.name)
             self._publish_status()
             return
-        held = {policy.name: item for item in seen.policies if (policy := policy_from_proto(item.policy)) is not None}
-        known.state, known.lost = engine_state_from_proto(seen.state), False
-        known.failure = failure_from_proto(seen.failure) if seen.HasField("failure") else None
-        known.unproved = {
-            name: failure_from_proto(item.failure) for name, item in held.items() if item.HasField("failure")
+        loaded_policies = {
+            policy.name: item for item in answer.policies if (policy := policy_from_proto(item.policy)) is not None
         }
-        known.load = EngineLoad(
-            kv_usage=seen.load.kv_usage,
-            running=seen.load.running,
-            waiting=seen.load.waiting,
-            preemptions=seen.load.preemptions,
+        engine.state, engine.lost = engine_state_from_proto(answer.state), False
+        engine.failure = failure_from_proto(answer.failure) if answer.HasField("failure") else None
+        engine.unproved = {
+            name: failure_from_proto(item.failure) for name, item in loaded_policies.items() if item.HasField("failure")
+        }
+        engine.load = EngineLoad(
+            kv_usage=answer.load.kv_usage,
+            running=answer.load.running,
+            waiting=answer.load.waiting,
+            preemptions=answer.load.preemptions,
         )
-        if seen.HasField("build"):
-            build = seen.build
-            known.build = EngineBuild(
+        if answer.HasField("build"):
+            build = answer.build
+            engine.build = EngineBuild(
                 engine=build.engine[:LONGEST_BUILD],
                 version=build.version[:LONGEST_BUILD],
                 witness=build.witness[:LONGEST_BUILD],
             )
-        if (work := reported_work(seen)) is not None:
-            self._progress.work.observe(known.entry.name, work)
-        if seen.HasField("idle") and known.up:
-            self._progress.idle.observe(known.entry.name, idle=seen.idle.idle, observed=seen.idle.observed)
+        if (work := reported_work(answer)) is not None:
+            self._progress.work.observe(engine.entry.name, work)
+        if answer.HasField("idle") and engine.up:
+            self._progress.idle.observe(engine.entry.name, idle=answer.idle.idle, observed=answer.idle.observed)
         else:
-            self._progress.idle.forget(known.entry.name)
+            self._progress.idle.forget(engine.entry.name)
         self.looks.notify()
-        known.proved = {name for name, item in held.items() if item.proved and name in self._wanted}
-        known.caught_up = known.up and (known.caught_up or bool(known.proved))
-        for name in known.proved:
-            known.load_failures.pop(name, None)
-        known.suspected = known.suspected and not suspected
-        if suspected or known.snapshot() != before:
+        engine.proved = {name for name, item in loaded_policies.items() if item.proved and name in self._wanted}
+        engine.caught_up = engine.up and (engine.caught_up or bool(engine.proved))
+        for name in engine.proved:
+            engine.load_failures.pop(name, None)
+        engine.suspected = engine.suspected and not suspected
+        if suspected or engine.snapshot() != before:
             self._publish_status()
-        for name in set(held) - set(self._wanted):
-            await self._retire(known, name, held[name])
-        if known.up:
-            await self._load_missing(known, held)
+        for name in set(loaded_policies) - set(self._wanted):
+            await self._retire(engine, name, loaded_policies[name])
+        if engine.up:
+            await self._load_missing(engine, loaded_policies)
 
-    async def _load_missing(self, known: KnownEngine, held: dict[str, pb.LoadedPolicy]) -> None:
+    async def _load_missing(self, engine: KnownEngine, loaded_policies: dict[str, pb.LoadedPolicy]) -> None:
         """Loads missing versions, newest first. A recovering agent restores by itself the versions it holds."""
         for name, published in reversed(list(self._wanted.items())):
-            recovering = known.state is EngineState.RECOVERING and name in held
-            failed = known.load_failures.get(name)
-            due = failed is None or asyncio.get_running_loop().time() >= failed.not_before
-            if name not in known.proved and not recovering and due:
-                await self._load(known, published)
+            recovering = engine.state is EngineState.RECOVERING and name in loaded_policies
+            failed = engine.load_failures.get(name)
+            may_retry = failed is None or asyncio.get_running_loop().time() >= failed.not_before
+            if name not in engine.proved and not recovering and may_retry:
+                await self._load(engine, published)
 
-    async def _retire(self, known: KnownEngine, name: str, item: pb.LoadedPolicy) -> None:
+    async def _retire(self, engine: KnownEngine, name: str, item: pb.LoadedPolicy) -> None:
         request = pb.RetirePolicyRequest(policy=item.policy)
         try:
             await call(
-                known.stub.RetirePolicy,
+                engine.stub.RetirePolicy,
                 request,
                 pb.RetirePolicyResponse,
                 timeout=CALL_SECONDS,
-                peer=known.entry.name,
+                peer=engine.entry.name,
                 token=Secret.LEARNER_TO_INFERENCE.here(),
             )
         except KestrlError as error:
-            log.warning("%s did not retire %s, retrying: %s", known.entry.name, name, error)
+            log.warning("%s did not retire %s, retrying: %s", engine.entry.name, name, error)
 
-    async def _load(self, known: KnownEngine, published: Published) -> None:
+    async def _load(self, engine: KnownEngine, published: PublishedPolicy) -> None:
         name = published.policy.name
         request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
         try:
             await asyncio.create_task(
                 call(
-                    known.stub.LoadPolicy,
+                    engine.stub.LoadPolicy,
                     request,
                     pb.LoadPolicyResponse,
                     timeout=LOAD_SECONDS,
-                    peer=known.entry.name,
+                    peer=engine.entry.name,
                     token=Secret.LEARNER_TO_INFERENCE.here(),
                 ),
                 context=published.context.copy(),
             )
         except KestrlError as error:
-            self._quarantine(known, name, error.failure(component=known.entry.name))
+            self._quarantine(engine, name, error.failure(component=engine.entry.name))
         else:
-            known.caught_up = True
+            engine.caught_up = True
             if name in self._wanted:
-                known.proved.add(name)
-                known.load_failures.pop(name, None)
+                engine.proved.add(name)
+                engine.load_failures.pop(name, None)
         self._publish_status()
 
-    def _quarantine(self, known: KnownEngine, name: str, failure: Failure) -> None:
+    def _quarantine(self, engine: KnownEngine, name: str, failure: Failure) -> None:
         if name not in self._wanted:
             return
-        known.proved.discard(name)
-        times = known.load_failures[name].times + 1 if name in known.load_failures else 1
+        engine.proved.discard(name)
+        times = engine.load_failures[name].times + 1 if name in engine.load_failures else 1
         not_before = asyncio.get_running_loop().time() + BACKOFF.pause(times)
-        known.load_failures[name] = LoadFailure(failure, times, not_before)
+        engine.load_failures[name] = LoadFailure(failure, times, not_before)
         self._progress.count_failure(failure)
-        log.error("%s is quarantined for %s: %s", known.entry.name, name, failure)
+        log.error("%s is quarantined for %s: %s", engine.entry.name, name, failure)

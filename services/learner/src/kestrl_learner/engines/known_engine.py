@@ -110,61 +110,61 @@ class KnownEngine:
         """Whether its agent reports that the engine answers."""
         return self.state is not None and self.state.up
 
-    def serving_state(self, newest: PolicyVersion | None) -> ServingState:
+    def serving_state(self, policy: PolicyVersion | None) -> ServingState:
         """The engine's state with respect to the newest published version."""
         if self.leaving:
             return ServingState.DRAINING
         if not self.up:
             return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
-        if newest is None or newest.name in self.proved:
+        if policy is None or policy.name in self.proved:
             return ServingState.SERVING
-        if newest.name in self.load_failures:
+        if policy.name in self.load_failures:
             return ServingState.QUARANTINED
         return ServingState.RECOVERING if self.state is EngineState.RECOVERING else ServingState.LOADING
 
-    def reason(self, newest: PolicyVersion | None) -> str:
+    def reason(self, policy: PolicyVersion | None) -> str:
         """Why the engine does not serve the newest version; empty if that is not known."""
-        failed = None if newest is None else self.load_failures.get(newest.name)
+        failed = None if policy is None else self.load_failures.get(policy.name)
         if self.up and failed is not None:
             return f"{failed.failure} (tried {failed.times}x)"
-        failure = self.failure or (None if newest is None else self.unproved.get(newest.name))
+        failure = self.failure or (None if policy is None else self.unproved.get(policy.name))
         return "" if failure is None else str(failure)
 
-    def update_newest(self, wanted: Iterable[PolicyVersion]) -> None:
+    def update_newest(self, policies: Iterable[PolicyVersion]) -> None:
         """Updates `newest`; while the engine is not ready, only versions that were verified again count."""
-        proved_policies = [policy for policy in wanted if policy.name in self.proved]
+        proved_policies = [policy for policy in policies if policy.name in self.proved]
         if self.state is EngineState.READY and self.newest is not None:
             proved_policies.append(self.newest)
         self.newest = max(proved_policies, key=lambda policy: policy.step, default=None)
 
-    def report(self, newest: PolicyVersion | None) -> EngineReport:
+    def report(self, policy: PolicyVersion | None) -> EngineReport:
         """The engine's entry in the run's progress."""
-        state = self.serving_state(newest)
+        state = self.serving_state(policy)
         return EngineReport(
             name=self.entry.name,
             policy=self.newest,
-            lag=0 if newest is None else newest.step - (-1 if self.newest is None else self.newest.step),
+            lag=0 if policy is None else policy.step - (-1 if self.newest is None else self.newest.step),
             state=state,
-            message="" if state is ServingState.SERVING else self.reason(newest)[:LONGEST_REASON],
+            message="" if state is ServingState.SERVING else self.reason(policy)[:LONGEST_REASON],
             build=self.build,
         )
 
     def __str__(self) -> str:
-        why = "; ".join(str(failed.failure) for failed in self.load_failures.values()) or (
+        reason = "; ".join(str(failed.failure) for failed in self.load_failures.values()) or (
             self.failure and str(self.failure)
         )
-        return f"{self.entry.name}: {why or self.state or 'its agent has not answered'}"
+        return f"{self.entry.name}: {reason or self.state or 'its agent has not answered'}"
 
 
-def reported_work(seen: pb.GetEngineResponse) -> EngineWork | None:
+def reported_work(answer: pb.GetEngineResponse) -> EngineWork | None:
     """The counts of an engine's server, as its agent reports them; None while it does not."""
-    if not seen.HasField("work") or not seen.HasField("idle"):
+    if not answer.HasField("work") or not answer.HasField("idle"):
         return None
     return EngineWork(
-        busy_seconds=max(0.0, seen.idle.observed - seen.idle.idle),
-        prompt_tokens=seen.work.prompt_tokens,
-        cached_tokens=seen.work.cached_tokens,
-        sampled_tokens=seen.work.sampled_tokens,
-        prefill_seconds=seen.work.prefill_seconds,
-        decode_seconds=seen.work.decode_seconds,
+        busy_seconds=max(0.0, answer.idle.observed - answer.idle.idle),
+        prompt_tokens=answer.work.prompt_tokens,
+        cached_tokens=answer.work.cached_tokens,
+        sampled_tokens=answer.work.sampled_tokens,
+        prefill_seconds=answer.work.prefill_seconds,
+        decode_seconds=answer.work.decode_seconds,
     )

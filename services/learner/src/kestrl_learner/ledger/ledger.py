@@ -218,8 +218,8 @@ class Ledger:
             token: Fencing token of the owner that wrote it.
         """
         with self._transaction() as connection:
-            later = select(resumption.c.token).where(resumption.c.token > token, resumption.c.step < step).limit(1)
-            return connection.execute(later).first() is not None
+            query = select(resumption.c.token).where(resumption.c.token > token, resumption.c.step < step).limit(1)
+            return connection.execute(query).first() is not None
 
     def _ordinal(self, position: int) -> int:
         epoch = position // self._size
@@ -230,14 +230,14 @@ class Ledger:
     def lease(self, policy_step: int) -> Lease | None:
         """Leases the first pending scenario, else the next new one; None when none is left."""
         with self._owned() as connection:
-            again = connection.execute(
+            pending = connection.execute(
                 select(work.c.position, work.c.epoch, work.c.ordinal, work.c.attempt, work.c.failures)
                 .where(work.c.state == "pending")
                 .order_by(work.c.position)
                 .limit(1)
             ).first()
-            if again is not None:
-                lease = Lease(*again)
+            if pending is not None:
+                lease = Lease(*pending)
                 self._move(
                     connection, [lease.position], "pending", state="leased", policy_step=policy_step, reason=None
                 )
@@ -303,10 +303,10 @@ class Ledger:
                 raise LedgerError(f"the ledger ends with step {frontier}, before step {step}", code="ledger_behind")
             connection.execute(delete(resumption).where(resumption.c.token == self._token))
             connection.execute(insert(resumption).values(token=self._token, step=step))
-            flying = update(work).where(work.c.state.in_(["leased", "finished"]))
-            later = update(work).where(work.c.state == "trained", work.c.step > step)
+            flying_update = update(work).where(work.c.state.in_(["leased", "finished"]))
+            trained_update = update(work).where(work.c.state == "trained", work.c.step > step)
             since = or_(work.c.dropped_before.is_(None), work.c.dropped_before > step, work.c.reason == END_OF_SCHEDULE)
-            left = update(work).where(work.c.state == "dropped", since)
+            dropped_update = update(work).where(work.c.state == "dropped", since)
             values: dict[str, Any] = {
                 "state": "pending",
                 "step": None,
@@ -314,7 +314,10 @@ class Ledger:
                 "attempt": work.c.attempt + 1,
                 "reason": "resumed",
             }
-            return sum(connection.execute(statement.values(**values)).rowcount for statement in (flying, later, left))
+            return sum(
+                connection.execute(statement.values(**values)).rowcount
+                for statement in (flying_update, trained_update, dropped_update)
+            )
 
     def drop_remaining(self) -> None:
         """Drops all scenarios that were not trained on, with a reason, at the end of the run."""
@@ -325,7 +328,7 @@ class Ledger:
                 .values(state="dropped", reason=END_OF_SCHEDULE)
             )
             highest = connection.execute(select(func.max(work.c.position))).scalar()
-            rest = range(0 if highest is None else highest + 1, self._size * self._epochs)
+            positions = range(0 if highest is None else highest + 1, self._size * self._epochs)
             rows = [
                 {
                     "position": position,
@@ -336,7 +339,7 @@ class Ledger:
                     "failures": 0,
                     "reason": END_OF_SCHEDULE,
                 }
-                for position in rest
+                for position in positions
             ]
             if rows:
                 connection.execute(insert(work), rows)

@@ -58,5 +58,7 @@ def affordable(
         ready: Policy versions of the groups that have ended.
         running: Policy versions of the groups that run.
     """
-    left = sorted([*sorted(ready)[groups_per_step:], *running])
-    return all(place < groups_per_step * (version + max_staleness - step) for place, version in enumerate(left))
+    versions_left = sorted([*sorted(ready)[groups_per_step:], *running])
+    return all(
+        place < groups_per_step * (version + max_staleness - step) for place, version in enumerate(versions_left)
+    )

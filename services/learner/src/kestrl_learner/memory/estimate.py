@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from kestrl._shared.checking import Facts, run_check
-from kestrl._shared.plan.memory import MemoryEstimate, MemorySettings, Part
+from kestrl._shared.plan.memory import MemoryEstimate, MemoryPart, MemorySettings
 from kestrl.errors import UserInputError
 from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.packing import Kernel
@@ -52,7 +52,7 @@ UPDATES = 2
 class ShapedModel(TrainedModel):
     """A model without weights; made with `torch.device("meta")`, its tensors are replaced by fake ones."""
 
-    trained_part: Part
+    trained_part: MemoryPart
     """What the weights under training are counted as."""
 
     live: LiveBytes
@@ -71,7 +71,7 @@ class ShapedModel(TrainedModel):
             self.host += saved.nbytes
             return saved.shape, saved.dtype
 
-        return saved_tensors_hooks(leave, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+        return saved_tensors_hooks(leave, lambda shape_dtype: torch.empty(shape_dtype[0], dtype=shape_dtype[1]))
 
     @property
     def _device_type(self) -> str:
@@ -89,7 +89,7 @@ class ShapedModel(TrainedModel):
     def _token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
     ) -> Tensor:
-        with self.live.counting(Part.LOGPROBS):
+        with self.live.counting(MemoryPart.LOGPROBS):
             return super()._token_logprobs(hidden, targets, temperature, entropies)
 
     def _check_head(self) -> None:
@@ -98,15 +98,15 @@ class ShapedModel(TrainedModel):
     def use_fake_tensors(self, live: LiveBytes) -> None:
         """Replaces parameters and buffers by fake tensors of the CPU; those that modules share stay shared."""
         weights = list(self.network.parameters())
-        made: dict[int, nn.Parameter] = {}
+        fake_parameters: dict[int, nn.Parameter] = {}
         for weight in weights:
-            with live.counting(self.trained_part if weight.requires_grad else Part.BASE):
+            with live.counting(self.trained_part if weight.requires_grad else MemoryPart.BASE):
                 storage = torch.empty(weight.shape, dtype=weight.dtype)
-                made[id(weight)] = nn.Parameter(storage, requires_grad=weight.requires_grad)
+                fake_parameters[id(weight)] = nn.Parameter(storage, requires_grad=weight.requires_grad)
         for module in self.network.modules():
-            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
-            for name, weight in own:
-                setattr(module, name, made[id(weight)])
+            parameters = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, weight in parameters:
+                setattr(module, name, fake_parameters[id(weight)])
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         self.device, self.live = torch.device("cpu"), live
@@ -115,11 +115,11 @@ class ShapedModel(TrainedModel):
 class ShapedPolicyModel(ShapedModel, PolicyModel):
     """The policy model without weights."""
 
-    trained_part = Part.ADAPTER
+    trained_part = MemoryPart.ADAPTER
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shards the layers over ranks, as loading with weights does."""
-        with self.live.counting(Part.BASE):
+        with self.live.counting(MemoryPart.BASE):
             shard_layers(self.network.get_base_model(), self._body, mesh)
         count_gathers(self._body, CountedGather(self.live, over_gloo=self.trained_on == "cpu"))
         self.live.restart()  # ranks load the base in the memory of the host
@@ -128,21 +128,21 @@ class ShapedPolicyModel(ShapedModel, PolicyModel):
 class ShapedFullModel(ShapedModel, FullModel):
     """A model of which all parameters are trained, without weights."""
 
-    trained_part = Part.BASE
+    trained_part = MemoryPart.BASE
 
     def _sharing_kernel(self) -> Kernel | None:
         return FullModel._sharing_kernel(self)
 
 
-def _shaped(asked: MemorySettings) -> ShapedModel:
-    policy = asked.policy
+def _shaped(settings: MemorySettings) -> ShapedModel:
+    policy = settings.policy
     options = ModelOptions(
         device="meta",
         gradient_checkpointing=policy.gradient_checkpointing,
         activation_offload=policy.activation_offload,
         tokens_per_pass=policy.tokens_per_pass,
     )
-    if asked.parameters == "all":
+    if settings.parameters == "all":
         return ShapedFullModel(policy.model, dtype=policy.dtype, seed=policy.seed, **options)
     return ShapedPolicyModel(
         policy.model,
@@ -155,53 +155,53 @@ def _shaped(asked: MemorySettings) -> ShapedModel:
     )
 
 
-def estimate(asked: MemorySettings) -> MemoryEstimate:
+def estimate(settings: MemorySettings) -> MemoryEstimate:
     """The peak of a step on one rank, by what the memory is used for.
 
     Raises:
         UserInputError: The model's config.json cannot be read, or its family cannot be computed without weights.
     """
-    policy = asked.policy
+    policy = settings.policy
     with torch.device("meta"):
-        model = _shaped(asked)
+        model = _shaped(settings)
     model.trained_on = policy.device.partition(":")[0]
-    group = longest_group(asked)
-    passes = model.passes([(number, group) for number in range(asked.groups)], least=asked.ranks)
+    group = longest_group(settings)
+    passes = model.passes([(number, group) for number in range(settings.groups)], least_passes=settings.ranks)
     pieces = max(passes, key=model.tokens_of)
     live = LiveBytes()
     try:
-        with _ranks(asked.ranks) as mesh, FakeTensorMode(), live:
+        with _ranks(settings.ranks) as mesh, FakeTensorMode(), live:
             model.use_fake_tensors(live)
             if mesh is not None and isinstance(model, ShapedPolicyModel):
                 model.shard(mesh)
-            of_rank = -(-len(passes) // asked.ranks)
+            of_rank = -(-len(passes) // settings.ranks)
             # A second pass begins with the gradient of the first.
-            _updates(model, live, pieces, min(2, of_rank), asked.ranks)
+            _updates(model, live, pieces, min(2, of_rank), settings.ranks)
     except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserInputError(
             f"spec.model.base: the memory of this family of models cannot be estimated: {error} depends on values"
         ) from error
     peak = live.peak
-    found = {part: peak[part] for part in Part if part in peak}
-    copies = _copied(asked, found.get(Part.ADAPTER, 0))
+    parts = {part: peak[part] for part in MemoryPart if part in peak}
+    copies = _copied(settings, parts.get(MemoryPart.ADAPTER, 0))
     program = PROGRAM_BYTES.get(policy.device, DEVICE_BYTES)
-    extra = {part: size for part, size in ((Part.COPIES, copies), (Part.PROGRAM, program)) if size}
-    return MemoryEstimate(parts=found | extra, rows=sum(len(piece.rows) for piece in pieces), host=model.host)
+    extra = {part: size for part, size in ((MemoryPart.COPIES, copies), (MemoryPart.PROGRAM, program)) if size}
+    return MemoryEstimate(parts=parts | extra, rows=sum(len(piece.rows) for piece in pieces), host=model.host)
 
 
-def longest_group(asked: MemorySettings) -> TrainGroup:
+def longest_group(settings: MemorySettings) -> TrainGroup:
     """A group of rows of the asked length; the first is a token shorter, since padding costs an attention mask."""
-    shared = asked.kind == "AgentRLJob"
+    shared = settings.kind == "AgentRLJob"
     return TrainGroup(
         id="",
-        prompt=array("i", [1] * asked.prompt) if shared else array("i"),
+        prompt=array("i", [1] * settings.prompt) if shared else array("i"),
         rows=[
             _row(
                 number,
-                unsampled=0 if shared else asked.prompt,
-                sampled=asked.completion - (number == 0 and asked.group_rows > 1 and asked.completion > 1),
+                unsampled=0 if shared else settings.prompt,
+                sampled=settings.completion - (number == 0 and settings.group_rows > 1 and settings.completion > 1),
             )
-            for number in range(asked.group_rows)
+            for number in range(settings.group_rows)
         ],
     )
 
@@ -228,22 +228,22 @@ def _updates(model: ShapedModel, live: LiveBytes, pieces: Sequence[Piece], passe
     """Runs updates of some passes over the same pieces, as the trainer does on one of several ranks."""
 
     def counted(weight: Tensor) -> None:
-        live.recount(_gradient(weight), Part.GRADIENTS)
+        live.recount(_gradient(weight), MemoryPart.GRADIENTS)
 
     optimizer = torch.optim.AdamW(model.parameters())
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(counted)
     for _ in range(UPDATES):
         for _ in range(passes):
-            live.part = Part.ACTIVATIONS
+            live.part = MemoryPart.ACTIVATIONS
             logprobs = model.pass_logprobs(pieces, 1.0, [])
-            live.part = Part.ACTIVATIONS
+            live.part = MemoryPart.ACTIVATIONS
             (-logprobs.sum()).backward()
             del logprobs
         if ranks > 1:
-            with live.counting(Part.GRADIENTS):
+            with live.counting(MemoryPart.GRADIENTS):
                 torch.cat([_gradient(weight).reshape(-1) for weight in model.parameters()])  # `Group.add` sums it
-        with live.counting(Part.OPTIMIZER):
+        with live.counting(MemoryPart.OPTIMIZER):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -254,16 +254,16 @@ def _gradient(weight: Tensor) -> Tensor:
     return weight.grad
 
 
-def _copied(asked: MemorySettings, adapter: int) -> int:
+def _copied(settings: MemorySettings, adapter: int) -> int:
     """Bytes of the copies that the trainer keeps: published versions on the host, and what undoes several updates,
     which is the adapter with the two moments of the optimizer.
     """
-    on_host = asked.published * adapter if asked.policy.device == "cpu" else 0
-    return on_host + (3 * adapter if asked.several_updates else 0)
+    on_host = settings.published * adapter if settings.policy.device == "cpu" else 0
+    return on_host + (3 * adapter if settings.several_updates else 0)
 
 
-def _facts(asked: MemorySettings) -> Facts:
-    return estimate(asked).model_dump(mode="json")
+def _facts(settings: MemorySettings) -> Facts:
+    return estimate(settings).model_dump(mode="json")
 
 
 if __name__ == "__main__":

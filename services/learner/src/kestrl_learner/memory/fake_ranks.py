@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kestrl._shared.plan.memory import Part
+from kestrl._shared.plan.memory import MemoryPart
 from kestrl_learner.memory.live_bytes import LiveBytes
 
 
@@ -45,7 +45,7 @@ class CountedGather(AllGather):
         self._live, self._over_gloo = live, over_gloo
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with self._live.counting(Part.GATHERED):
+        with self._live.counting(MemoryPart.GATHERED):
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -56,7 +56,7 @@ class CountedGather(AllGather):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         if self._over_gloo:
-            with self._live.counting(Part.GATHERED):
+            with self._live.counting(MemoryPart.GATHERED):
                 torch.empty_like(output_tensor)
 
 

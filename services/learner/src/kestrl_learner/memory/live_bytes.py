@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kestrl._shared.plan.memory import Part
+from kestrl._shared.plan.memory import MemoryPart
 
 RESIZE = "resize_"
 """Method of a storage that changes its size."""
@@ -25,7 +25,7 @@ RESIZE = "resize_"
 
 @dataclass(slots=True)
 class _Kept:
-    part: Part
+    part: MemoryPart
     size: int
 
 
@@ -40,25 +40,25 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = Part.BASE
+        self.part = MemoryPart.BASE
         """What new storages are for."""
         self._kept: weakref.WeakKeyDictionary[torch.UntypedStorage, _Kept] = weakref.WeakKeyDictionary()
-        self._now: Counter[Part] = Counter()
+        self._now: Counter[MemoryPart] = Counter()
         self._total = self._largest = 0
-        self._at_peak: Counter[Part] = Counter()
+        self._at_peak: Counter[MemoryPart] = Counter()
 
     @property
-    def now(self) -> Mapping[Part, int]:
+    def now(self) -> Mapping[MemoryPart, int]:
         """Bytes by part."""
         return {part: size for part, size in self._now.items() if size}
 
     @property
-    def peak(self) -> Mapping[Part, int]:
+    def peak(self) -> Mapping[MemoryPart, int]:
         """Bytes by part at the moment of the largest total."""
         return {part: size for part, size in self._at_peak.items() if size}
 
     @contextmanager
-    def counting(self, part: Part) -> Generator[None]:
+    def counting(self, part: MemoryPart) -> Generator[None]:
         """Counts new storages as `part` within the context."""
         before, self.part = self.part, part
         try:
@@ -70,25 +70,25 @@ class LiveBytes(TorchDispatchMode):
         """Forgets the largest total so far."""
         self._largest, self._at_peak = self._total, self._now.copy()
 
-    def recount(self, tensor: Tensor, part: Part) -> None:
+    def recount(self, tensor: Tensor, part: MemoryPart) -> None:
         """Counts an existing tensor's storage as `part`."""
         self._change(self._kept[tensor.untyped_storage()], part)
 
-    def _change(self, kept: _Kept, part: Part, size: int | None = None) -> None:
+    def _change(self, record: _Kept, part: MemoryPart, size: int | None = None) -> None:
         """Counts a storage as another part or size."""
-        self._count(kept.part, -kept.size)
-        kept.part, kept.size = part, kept.size if size is None else size
-        self._count(kept.part, kept.size)
+        self._count(record.part, -record.size)
+        record.part, record.size = part, record.size if size is None else size
+        self._count(record.part, record.size)
 
     def __enter__(self) -> Self:
         super().__enter__()
         resize = self._resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
-            done = resize(storage, size)
+            resized_storage = resize(storage, size)
             if storage in self._kept:
-                self._change(self._kept[storage], Part.GATHERED, size)
-            return done
+                self._change(self._kept[storage], MemoryPart.GATHERED, size)
+            return resized_storage
 
         setattr(torch.UntypedStorage, RESIZE, counted)  # no operation is dispatched
         return self
@@ -103,18 +103,18 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                own = leaf.to_local() if isinstance(leaf, DTensor) else leaf  # the whole has a size only
-                self._add(own.untyped_storage())
+                local_tensor = leaf.to_local() if isinstance(leaf, DTensor) else leaf  # the whole has a size only
+                self._add(local_tensor.untyped_storage())
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if storage in self._kept:
             return
-        kept = self._kept[storage] = _Kept(self.part, storage.nbytes())
-        weakref.finalize(storage, self._change, kept, kept.part, 0)
-        self._count(kept.part, kept.size)
+        record = self._kept[storage] = _Kept(self.part, storage.nbytes())
+        weakref.finalize(storage, self._change, record, record.part, 0)
+        self._count(record.part, record.size)
 
-    def _count(self, part: Part, size: int) -> None:
+    def _count(self, part: MemoryPart, size: int) -> None:
         self._now[part] += size
         self._total += size
         if self._total > self._largest:

@@ -28,7 +28,7 @@ from kestrl.storage import (
 from kestrl.storage.adapters import WEIGHTS
 from kestrl.storage.files import digest
 from kestrl_learner.model.policy_model import PolicyModel
-from kestrl_learner.ranks.group import Group
+from kestrl_learner.ranks.group import RankGroup
 
 PROBE_TOKENS = 16
 """Length of the probe. 24 tokens hardly distinguish versions better and take longer (docs/performance.md)."""
@@ -116,7 +116,7 @@ def publish(
     return manifest, uri
 
 
-def load_policy(settings: PolicySettings, group: Group | None = None) -> PolicyModel:
+def load_policy(settings: PolicySettings, group: RankGroup | None = None) -> PolicyModel:
     """The model that a run begins with: the base with a new adapter, or with the published one it starts from.
 
     Args:
@@ -155,13 +155,13 @@ def load_from(model: PolicyModel, address: str) -> None:
     with TemporaryDirectory() as folder:
         manifest = fetch_adapter(open_store(address, create=False), Path(folder) / "adapter")
         weights = load((Path(folder) / "adapter" / WEIGHTS).read_bytes())
-    given = (manifest.rank, manifest.alpha, {name: weight.shape for name, weight in weights.items()})
-    own = (
+    adapter_shape = (manifest.rank, manifest.alpha, {name: weight.shape for name, weight in weights.items()})
+    model_shape = (
         model.config.r,
         float(model.config.lora_alpha),
         {name: weight.shape for name, weight in model.adapter_state().items()},
     )
-    if given != own:
+    if adapter_shape != model_shape:
         raise UserInputError(
             f"spec.model.adapter.from: {address} has rank {manifest.rank}, alpha {manifest.alpha:g} and targets "
             f"{', '.join(manifest.targets)}; give the job the same, and its base model"

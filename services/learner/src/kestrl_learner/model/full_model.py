@@ -82,11 +82,11 @@ class FullModel(TrainedModel):
 
     def save(self, out: Path) -> None:
         """Writes weights and configurations in `dtype`. Weights that modules share are written once."""
-        made: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, weight in self.network.state_dict(keep_vars=True).items():
-            wanted = self.dtype if weight.is_floating_point() else weight.dtype
-            state[name] = made.setdefault(id(weight), weight.detach().to("cpu", wanted))
+            dtype = self.dtype if weight.is_floating_point() else weight.dtype
+            state[name] = copies.setdefault(id(weight), weight.detach().to("cpu", dtype))
         self.network.save_pretrained(out, state_dict=state, max_shard_size=FILE_SIZE)
         config = self.network.config
         before, config.dtype = config.dtype, self.dtype

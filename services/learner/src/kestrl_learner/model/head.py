@@ -65,17 +65,17 @@ class _FrozenHead(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        count, wanted = len(hidden), ctx.needs_input_grad[0]
+        count, needs_gradient = len(hidden), ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(count, dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
-        slopes = torch.empty_like(hidden) if wanted else None
+        slopes = torch.empty_like(hidden) if needs_gradient else None
         size = _rows(weight.shape[0])
         for start in range(0, count, size):
             part = slice(start, min(count, start + size))
             logits = _scaled(nn.functional.linear(hidden[part], weight, bias), temperature)
             total = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - total
-            if not (with_entropy or wanted):
+            if not (with_entropy or needs_gradient):
                 continue
             chances = (logits - total[:, None]).exp_()
             if with_entropy:

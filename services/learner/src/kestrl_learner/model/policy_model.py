@@ -69,11 +69,11 @@ class PolicyModel(TrainedModel):
 
     def _trainable(self, base: Any) -> Any:
         try:
-            made: Any = get_peft_model(base, self.config)
+            peft_model: Any = get_peft_model(base, self.config)
         except ValueError as error:
             raise UserInputError(f"{TARGETS}: {error}") from error
-        _refuse_other_layers(made)
-        return made
+        _refuse_other_layers(peft_model)
+        return peft_model
 
     def trained_state(self) -> dict[str, Tensor]:
         return self.adapter_state()

@@ -31,7 +31,7 @@ from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
 from kestrl_learner.model.head import token_logprobs
-from kestrl_learner.ranks.group import Group
+from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.ranks.sharding import shard_layers
 
 TOKENS_PER_PASS = 16_384
@@ -46,7 +46,7 @@ class ModelOptions(TypedDict, total=False):
     gradient_checkpointing: bool
     activation_offload: bool
     tokens_per_pass: int
-    group: Group | None
+    group: RankGroup | None
 
 
 class TrainedModel(ABC):
@@ -82,7 +82,7 @@ class TrainedModel(ABC):
         gradient_checkpointing: bool = False,
         activation_offload: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.device = torch.device(device)
         with nullcontext() if group is None else group.turn():
@@ -128,7 +128,7 @@ class TrainedModel(ABC):
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
         """The inverse of `trained_state`."""
 
-    def _load(self, path: str, dtype: str, seed: int, group: Group | None) -> tuple[PretrainedConfig, Any]:
+    def _load(self, path: str, dtype: str, seed: int, group: RankGroup | None) -> tuple[PretrainedConfig, Any]:
         """Loads the base and prepares it for training; returns its configuration and itself."""
         try:
             config = AutoConfig.from_pretrained(path)
@@ -167,9 +167,9 @@ class TrainedModel(ABC):
         """Checks that the head alone maps hidden states to logits (some families scale or cap them)."""
         ids = torch.arange(1, 9, device=self.device)[None]
         with torch.no_grad():
-            whole = self.network(input_ids=ids).logits
+            logits = self.network(input_ids=ids).logits
             ours = self._head(self._body(input_ids=ids).last_hidden_state)
-        if (whole - ours).abs().max() > CHECK_TOLERANCE:
+        if (logits - ours).abs().max() > CHECK_TOLERANCE:
             raise UserInputError(
                 "spec.model.base: this family transforms its logits after the head, which is not supported"
             )
@@ -181,12 +181,12 @@ class TrainedModel(ABC):
     @contextmanager
     def with_trained_state(self, state: dict[str, Tensor]) -> Generator[None]:
         """Replaces the weights under training within the context."""
-        own = {name: weight.clone() for name, weight in self.trained_state().items()}
+        saved = {name: weight.clone() for name, weight in self.trained_state().items()}
         self.load_trained_state(state)
         try:
             yield
         finally:
-            self.load_trained_state(own)
+            self.load_trained_state(saved)
 
     def logprobs(
         self, group: TrainGroup, temperature: float, entropies: list[Tensor] | None = None
@@ -204,21 +204,21 @@ class TrainedModel(ABC):
         for pieces in self.passes([(0, group)]):
             yield pieces[0].rows, self.pass_logprobs(pieces, temperature, entropies)
 
-    def passes(self, groups: Sequence[tuple[int, TrainGroup]], *, least: int = 1) -> list[list[Piece]]:
+    def passes(self, groups: Sequence[tuple[int, TrainGroup]], *, least_passes: int = 1) -> list[list[Piece]]:
         """The forward passes over groups: what each computes, with one piece for a group.
 
         Args:
             groups: Each with its number in the batch.
-            least: Number of passes below which groups are not put together, since each rank takes one.
+            least_passes: Number of passes below which groups are not put together, since each rank takes one.
         """
-        alone = [
+        unpacked = [
             [Piece(index, group, rows)]
             for index, group in groups
             if not self._packed(group.prompt)
             for rows in self._padded_parts(group)
         ]
         packed = [(index, group) for index, group in groups if self._packed(group.prompt)]
-        return sorted(alone + self._packed_passes(packed, least), key=lambda pieces: pieces[0].index)
+        return sorted(unpacked + self._packed_passes(packed, least_passes), key=lambda pieces: pieces[0].index)
 
     def tokens_of(self, pieces: Sequence[Piece]) -> int:
         """Tokens that a pass computes, padding included."""
@@ -226,8 +226,8 @@ class TrainedModel(ABC):
 
     def _tokens(self, prompt: array[int], rows: Sequence[TrainRow]) -> int:
         once = self.shares_prompt(prompt) or self._packed_behind_one(prompt, rows)
-        own, shared = (0, len(prompt)) if once else (len(prompt), 0)
-        lengths = [own + len(row.token_ids) for row in rows]
+        repeated, shared = (0, len(prompt)) if once else (len(prompt), 0)
+        lengths = [repeated + len(row.token_ids) for row in rows]
         return shared + (sum(lengths) if self._packed(prompt) else len(rows) * max(lengths))
 
     def _packed(self, prompt: array[int]) -> bool:
@@ -239,24 +239,24 @@ class TrainedModel(ABC):
         lengths = [len(row.token_ids) for row in rows]
         return self._kernel is not None and packing.shares_prompt(len(prompt), lengths, self._device_type)
 
-    def _packed_passes(self, groups: Sequence[tuple[int, TrainGroup]], least: int) -> list[list[Piece]]:
+    def _packed_passes(self, groups: Sequence[tuple[int, TrainGroup]], least_passes: int) -> list[list[Piece]]:
         episodes = [_episodes(group) for _, group in groups]
-        sizes = [self._sizes(group, some) for (_, group), some in zip(groups, episodes, strict=True)]
+        sizes = [self._sizes(group, parts) for (_, group), parts in zip(groups, episodes, strict=True)]
         joined = packing.largest_joined(self.tokens_per_pass, self._device_type)
         return [
             [
                 Piece(*groups[number], [row for place in places for row in episodes[number][place]])
-                for number, places in chosen
+                for number, places in selection
             ]
-            for chosen in filled(sizes, joined=joined, least=least)
+            for selection in filled(sizes, joined=joined, least_passes=least_passes)
         ]
 
     def _sizes(self, group: TrainGroup, episodes: Sequence[Sequence[TrainRow]]) -> Sizes:
         before = len(group.prompt)
-        own, shared = (0, before) if self._packed_behind_one(group.prompt, group.rows) else (before, 0)
+        repeated, shared = (0, before) if self._packed_behind_one(group.prompt, group.rows) else (before, 0)
         return Sizes(
             prompt=shared,
-            episodes=[sum(own + len(row.token_ids) for row in rows) for rows in episodes],
+            episodes=[sum(repeated + len(row.token_ids) for row in rows) for rows in episodes],
             limit=packing.largest_pass(self.tokens_per_pass, self._device_type, shared),
         )
 
@@ -267,10 +267,10 @@ class TrainedModel(ABC):
     def _padded_parts(self, group: TrainGroup) -> list[list[TrainRow]]:
         episodes = _episodes(group)
         own_prompt = 0 if self._shares_prompts else len(group.prompt)
-        longest = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
-        episodes.sort(key=lambda rows: longest[id(rows)])
+        row_lengths = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
+        episodes.sort(key=lambda rows: row_lengths[id(rows)])
         slices = cut(
-            [longest[id(rows)] for rows in episodes],
+            [row_lengths[id(rows)] for rows in episodes],
             prompt=len(group.prompt) if self._shares_prompts else 0,
             limit=self.tokens_per_pass,
             rows=[len(rows) for rows in episodes],
@@ -317,15 +317,17 @@ class TrainedModel(ABC):
                 hidden = self._packed_hidden(sequence)[self._places(sequence.states)]
             return self._token_logprobs(hidden, self._places(sequence.targets), temperature, entropies)
         shared = group.prompt if self._shares_prompts else array("i")
-        ids, padding, wanted = self._padded(rows, group.prompt[len(shared) :])
+        ids, padding, sampled_places = self._padded(rows, group.prompt[len(shared) :])
         with self._saving():
             hidden = self._with_shared_prompt(shared, ids, padding) if shared else self._plain(ids, padding)
-        return self._token_logprobs(hidden.flatten(0, 1)[wanted], ids.flatten()[wanted], temperature, entropies)
+        return self._token_logprobs(
+            hidden.flatten(0, 1)[sampled_places], ids.flatten()[sampled_places], temperature, entropies
+        )
 
-    def _packed_hidden(self, found: packing.Packed) -> Tensor:
+    def _packed_hidden(self, sequence: packing.Packed) -> Tensor:
         """Hidden states of rows in one sequence, (tokens, hidden)."""
         kernel = self._kernel or Kernel.ROWS
-        return packing.packed_hidden(self._body, found.rows, self.device, kernel=kernel)
+        return packing.packed_hidden(self._body, sequence.rows, self.device, kernel=kernel)
 
     def _token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
@@ -345,17 +347,17 @@ class TrainedModel(ABC):
         flattened ids, (sampled tokens,). Every row begins with the prompt.
         """
         before = len(prompt)
-        longest = max(self._shortest, before + max(len(row.token_ids) for row in rows))
-        ids = torch.zeros((len(rows), longest), dtype=torch.long)
-        padding = torch.zeros((len(rows), longest), dtype=torch.long)
-        wanted: list[int] = []
+        width = max(self._shortest, before + max(len(row.token_ids) for row in rows))
+        ids = torch.zeros((len(rows), width), dtype=torch.long)
+        padding = torch.zeros((len(rows), width), dtype=torch.long)
+        sampled_places: list[int] = []
         for index, row in enumerate(rows):
             end = before + len(row.token_ids)
             ids[index, :end] = torch.tensor([*prompt, *row.token_ids])
             padding[index, :end] = 1
-            start = index * longest + before
-            wanted += [start + place for place, sampled in enumerate(row.mask) if sampled]
-        places = torch.tensor(wanted, dtype=torch.long)
+            start = index * width + before
+            sampled_places += [start + place for place, sampled in enumerate(row.mask) if sampled]
+        places = torch.tensor(sampled_places, dtype=torch.long)
         return ids.to(self.device), padding.to(self.device), places.to(self.device)
 
     def _with_shared_prompt(self, prompt: array[int], ids: Tensor, padding: Tensor) -> Tensor:
@@ -370,14 +372,14 @@ class TrainedModel(ABC):
         last = first.last_hidden_state[:, -1:].expand(count, 1, -1)
         if ids.shape[1] == 1:
             return last
-        rest: Any = self._body(
+        suffix: Any = self._body(
             input_ids=ids[:, :-1],
             attention_mask=torch.cat([before, padding[:, :-1]], dim=1),
             position_ids=places[None].expand(count, -1),
             past_key_values=cache,
             use_cache=True,
         )
-        return torch.cat([last, rest.last_hidden_state], dim=1)
+        return torch.cat([last, suffix.last_hidden_state], dim=1)
 
     def _plain(self, ids: Tensor, padding: Tensor) -> Tensor:
         """As `_with_shared_prompt`, for rows without a shared prompt; the first position is never a sampled token."""

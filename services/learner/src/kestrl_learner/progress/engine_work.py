@@ -77,8 +77,8 @@ def turn_work(group: Group) -> Iterator[tuple[str, EngineWork]]:
             if turn.row in ends:
                 repeated = min(ends[turn.row], len(prompt))
             else:
-                others = (episode.rows[row].token_ids[:end] for row, end in list(ends.items())[-COMPARED_ROWS:])
-                repeated = max((common(prompt, other) for other in (first, *others) if other is not None), default=0)
+                continued = (episode.rows[row].token_ids[:end] for row, end in list(ends.items())[-COMPARED_ROWS:])
+                repeated = max((common(prompt, other) for other in (first, *continued) if other is not None), default=0)
             ends[turn.row] = turn.end
             first = prompt if first is None else first
             yield turn.engine, EngineWork(turn_tokens=len(prompt), repeated_tokens=repeated)

@@ -76,10 +76,10 @@ class IdleClock:
         self._engines: dict[str, _EngineTime] = {}
 
     @contextmanager
-    def waiting(self, what: LearnerWait) -> Generator[None]:
+    def waiting(self, wait: LearnerWait) -> Generator[None]:
         """Counts the time in the context as idle."""
         self._advance()
-        before, self._waiting = self._waiting, what
+        before, self._waiting = self._waiting, wait
         try:
             yield
         finally:

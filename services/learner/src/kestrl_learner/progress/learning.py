@@ -41,18 +41,18 @@ def step_counts(groups: Sequence[Group], result: StepResult) -> StepCounts:
     )
 
 
-def learning(counts: LearningCounts, newest: str, *, tools: bool, learning_rate: float) -> Learning:
+def learning(counts: LearningCounts, digest: str, *, tools: bool, learning_rate: float) -> Learning:
     """Whether a run has learned anything; unknown before its first step.
 
     Args:
         counts: The run's counts.
-        newest: Digest of the newest version.
+        digest: Digest of the newest version.
         tools: Whether the job offers tools.
         learning_rate: The job's, for the message.
     """
     if not counts.steps:
         return Learning()
-    if (newest != counts.first) if counts.first else counts.largest_gradient > 0:
+    if (digest != counts.first) if counts.first else counts.largest_gradient > 0:
         return Learning(learned=True, warning=_clipping(counts))
     steps = f"{counts.steps} step" + ("s" if counts.steps > 1 else "")
     if counts.idle_groups == counts.groups:

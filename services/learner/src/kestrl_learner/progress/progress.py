@@ -174,11 +174,11 @@ class Progress:
 
     def report_sandboxes(self, sandboxes: Mapping[str, SandboxInUse]) -> None:
         """Records the sandboxes that a worker reports; one that has not listed its tools yet reports none."""
-        known = self.state.tools.sandboxes
-        changed = {name: used for name, used in sandboxes.items() if used != known.get(name)}
+        known_sandboxes = self.state.tools.sandboxes
+        changed = {name: sandbox for name, sandbox in sandboxes.items() if sandbox != known_sandboxes.get(name)}
         if changed:
-            for name, used in changed.items():
-                log.info("tool %s runs code in %s", name, used)
+            for name, sandbox in changed.items():
+                log.info("tool %s runs code in %s", name, sandbox)
             self.emit(events.SandboxesReported(sandboxes=changed))
 
     def skip(self, data_set: str, ordinal: int) -> None:
@@ -187,10 +187,10 @@ class Progress:
             self.skipped.add((data_set, ordinal))
             self.emit(events.RowSkipped(data_set=data_set, ordinal=ordinal))
 
-    def begin_gathering(self, wanted: int) -> None:
+    def begin_gathering(self, group_count: int) -> None:
         """Starts to count the rollouts of the next step, of so many groups."""
         self._gathering_began = time.monotonic()
-        self.emit(events.GatheringBegan(wanted=wanted))
+        self.emit(events.GatheringBegan(wanted=group_count))
 
     def add(self, group: Group) -> None:
         """Adds the scored episodes of a group to the running means."""

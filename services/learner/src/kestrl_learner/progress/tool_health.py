@@ -116,8 +116,8 @@ class ToolHealth:
     def recent(self) -> ToolCounts:
         """Counts of the last episodes. Callable from any thread."""
         counts = ToolCounts()
-        for each in list(self._window):
-            counts = counts.plus(each)
+        for step_counts in list(self._window):
+            counts = counts.plus(step_counts)
         return counts
 
     def warning(self) -> ToolWarning | None:

@@ -8,11 +8,11 @@ from kestrl.runstate.state import Gauges, RunState, StoreAccess
 from kestrl.runstate.states import ServingState
 
 
-def is_news(sent: RunState, state: RunState) -> bool:
+def is_news(sent_state: RunState, state: RunState) -> bool:
     """Whether a watcher that was sent one state should know the other at once. That engines load the version of a step
     is no news; that they have loaded it is, to a watcher that was sent that they load it.
     """
-    return standing(sent) not in (standing(state), standing(_updated(state)))
+    return standing(sent_state) not in (standing(state), standing(_updated(state)))
 
 
 def _updated(state: RunState) -> RunState:

@@ -73,7 +73,7 @@ class OneRank:
         return [value]
 
 
-class Group:
+class RankGroup:
     """Several ranks that have joined. One at a time in a process.
 
     Args:
@@ -119,18 +119,18 @@ class Group:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)
-        for some in by_type.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        for alike in by_type.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
             dist.all_reduce(flat)
             begin = 0
-            for tensor in some:
+            for tensor in alike:
                 tensor.copy_(flat[begin : begin + tensor.numel()].view_as(tensor))
                 begin += tensor.numel()
 
     def gather(self, value: Value) -> list[Value]:
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, value, group=self._objects)
-        return found
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._objects)
+        return values
 
     @contextmanager
     def turn(self) -> Generator[None]:

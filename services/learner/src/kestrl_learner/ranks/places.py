@@ -68,14 +68,14 @@ def await_places(store: Store, ranks: Sequence[int], waiting: Callable[[str], No
     Raises:
         RankLost: Not all came in time; the message names those that are missing.
     """
-    ends, said = time.monotonic() + seconds, list[int]()
-    while missing := [rank for rank in ranks if not store.check([place(rank)])]:
-        what = f"ranks {', '.join(map(str, missing))} of other pods"
+    ends, reported_ranks = time.monotonic() + seconds, list[int]()
+    while missing_ranks := [rank for rank in ranks if not store.check([place(rank)])]:
+        rank_names = f"ranks {', '.join(map(str, missing_ranks))} of other pods"
         if time.monotonic() >= ends:
-            raise RankLost(f"{what} did not join within {seconds:g} s; their pods' events and logs say why")
-        if missing != said:
-            waiting(f"waits for {what}")
-            said = missing
+            raise RankLost(f"{rank_names} did not join within {seconds:g} s; their pods' events and logs say why")
+        if missing_ranks != reported_ranks:
+            waiting(f"waits for {rank_names}")
+            reported_ranks = missing_ranks
         time.sleep(POLL_SECONDS)
     store.set(COMPLETE, "")
 
@@ -168,12 +168,12 @@ def _check_gang(gang: str, address: str, count: int, exit_process: Callable[[int
     while failed < CHECKS:
         time.sleep(CHECK_SECONDS)
         try:
-            found = str(json.loads(meet(address, count, seconds=CHECK_LIMIT).get(GANG))["id"])
+            current_gang = str(json.loads(meet(address, count, seconds=CHECK_LIMIT).get(GANG))["id"])
         except (RankLost, dist.DistError) as error:
             failed += 1
             log.warning("rank 0 does not answer at %s: %s", address, error)
             continue
-        if found != gang:
+        if current_gang != gang:
             log.error("the learner at %s has started again; this rank ends, to join it", address)
             break
         failed = 0

@@ -38,8 +38,8 @@ def shard_layers(model: Any, body: nn.Module, mesh: DeviceMesh) -> None:
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=adapter)
     sharded = {weight for layer in layers for weight in layer.parameters()}
-    whole = {weight for weight in body.parameters() if weight not in sharded}
-    fully_shard(body, mesh=mesh, ignored_params=adapter | whole)
+    unsharded = {weight for weight in body.parameters() if weight not in sharded}
+    fully_shard(body, mesh=mesh, ignored_params=adapter | unsharded)
     _release_file(model)
 
 

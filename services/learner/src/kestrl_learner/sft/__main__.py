@@ -29,14 +29,14 @@ def main() -> int:
     start_log("%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bar()  # of transformers, which is drawn into the lines of the steps
-    asked: list[int] = []
+    stop_signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda which, _: asked.append(which))
+        signal.signal(number, lambda which, _: stop_signals.append(which))
     try:
         settings = read_settings(SFTSettings, arguments.settings)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        published = SFTRun(settings, stopping=lambda: bool(asked)).run()
+        published = SFTRun(settings, stopping=lambda: bool(stop_signals)).run()
         if published is not None and arguments.result is not None:
             arguments.result.write_text(published.model_dump_json(), encoding="utf-8")
     except StorageInaccessible as error:  # another pod may find it healed

@@ -17,7 +17,7 @@ def check(settings: SFTSettings) -> Facts:
     problems: list[str] = []
     warnings: list[str] = []
     counts: dict[str, int] = {}
-    longest = 0
+    longest_conversation = 0
     for name, data in {"train": settings.train, "validation": settings.validation}.items():
         if data is None:
             continue
@@ -28,11 +28,11 @@ def check(settings: SFTSettings) -> Facts:
             problems += problems_of(error)
             continue
         counts[name] = len(loaded.items)
-        longest = max(longest, loaded.longest)
+        longest_conversation = max(longest_conversation, loaded.longest)
         warnings += [left_out_warning(loaded, field)] if loaded.left_out else []
     if problems:
         raise SeveralProblems(list(dict.fromkeys(problems)))
-    return {"conversations": counts, "longest": longest, "warnings": warnings}
+    return {"conversations": counts, "longest": longest_conversation, "warnings": warnings}
 
 
 if __name__ == "__main__":

@@ -145,9 +145,9 @@ class _Rows:
 
     def _check_tools(self) -> None:
         """Raises UserInputError if the prompt does not name a tool."""
-        shown = {part.name for part in self._chat.rendered(self._said, self._toolset) if isinstance(part, Slot)}
+        slot_names = {part.name for part in self._chat.rendered(self._said, self._toolset) if isinstance(part, Slot)}
         for name in self._schemas:
-            if f"t{self._toolset.words.index(name)}" not in shown:
+            if f"t{self._toolset.words.index(name)}" not in slot_names:
                 raise UserInputError(
                     f"tools: the chat template does not write the tool {name!r} into the prompt; give another one with "
                     "spec.template"
@@ -182,23 +182,23 @@ class _Rows:
         problem = ""
         for form in _forms(message, opened=opened, tags=THINK_TAGS[1] in self._chat.source):
             try:
-                whole = self._chat.render([*before_messages, form.message], self._toolset, generate=False)
+                rendered = self._chat.render([*before_messages, form.message], self._toolset, generate=False)
             except TemplateRefused as error:
                 problem = problem or f"{field}: the chat template cannot render it: {error}"
                 continue
-            if not whole.startswith(before):
+            if not rendered.startswith(before):
                 problem = (
                     f"{field}: the chat template does not render an assistant message behind the prompt that it makes "
                     "for one, so that its tokens cannot be found; give another one with spec.template"
                 )
                 continue
-            parts = self._chat.cut(skeleton(whole[len(before) :]))
-            missing = form.missing(parts)
-            if not missing:
+            parts = self._chat.cut(skeleton(rendered[len(before) :]))
+            missing_field = form.missing(parts)
+            if not missing_field:
                 self._refuse_forged(field, form.names)
                 return parts, form.texts
             problem = (
-                f"{field}.{missing}: the chat template does not write it, so that it would not be learned; give "
+                f"{field}.{missing_field}: the chat template does not write it, so that it would not be learned; give "
                 "another template with spec.template, or remove it"
             )
         raise UserInputError(problem)
@@ -211,13 +211,13 @@ class _Rows:
 
     def _check_calls(self, field: str, message: Mapping[str, Any], parsed: Parsed) -> None:
         """Raises UserInputError if a worker would not read the message's calls from the turn."""
-        given = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-        if not self._model.detected and not given:
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        if not self._model.detected and not calls:
             return
-        read = [(call.name, call.arguments) for call in parsed.calls]
-        if given == read or (not self._model.detected and not read):
+        parsed_calls = [(call.name, call.arguments) for call in parsed.calls]
+        if calls == parsed_calls or (not self._model.detected and not parsed_calls):
             return
-        if not given:
+        if not calls:
             raise UserInputError(
                 f"{field}.content: is read as a call in the format {self._model.format.name} "
                 f"({parsed.calls[0].raw[:80]!r}); write calls as tool_calls"
@@ -237,8 +237,8 @@ class _Rows:
         else:
             role = str(following[0]["role"]) if following and following[0]["role"] != "assistant" else "user"
             after = Message(role=role, text=ANSWERED)
-        said = [*self._said, parsed.message, after]
-        new = self._chat.extension(said, since=len(self._said), last=None, tools=self._toolset)
+        messages = [*self._said, parsed.message, after]
+        new = self._chat.extension(messages, since=len(self._said), last=None, tools=self._toolset)
         if new and new[0] in self._model.stop_ids:
             return new[0]
         raise UserInputError(
@@ -261,10 +261,10 @@ class _Form:
 
     def missing(self, parts: Sequence[Part | Slot]) -> str:
         """A field that the rendering does not have, or has twice; empty if all are there once."""
-        found = [part.name for part in parts if isinstance(part, Slot)]
+        slot_names = [part.name for part in parts if isinstance(part, Slot)]
         text = "".join(part for part in parts if isinstance(part, str))
         for slot, name in self.fields.items():
-            if found.count(slot) != 1:
+            if slot_names.count(slot) != 1:
                 return name
         for name in self.names:
             if name not in text:
@@ -322,26 +322,26 @@ def _form(
     content = "".join(
         piece if piece in THINK_TAGS else marked_text(piece, "content") for piece in _pieces(message["content"], opened)
     )
-    given: dict[str, Any] = {"role": "assistant", "content": content}
+    marked_message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning_key is not None and place is not None:
         reasoning = marked_text(str(message[reasoning_key]), reasoning_key)
         if place == "content":
-            given["content"] = f"{THINK_TAGS[0]}\n{reasoning}\n{THINK_TAGS[1]}\n\n{content}"
+            marked_message["content"] = f"{THINK_TAGS[0]}\n{reasoning}\n{THINK_TAGS[1]}\n\n{content}"
         else:
-            given[place] = reasoning
+            marked_message[place] = reasoning
     calls: list[dict[str, Any]] = []
     for number, call in enumerate(message.get("tool_calls", ())):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         names.append(name)
         where = f"tool_calls[{number}].function.arguments"
         if as_text:
-            written: Any = marked_text(json.dumps(arguments, ensure_ascii=False), where)
+            marked_arguments: Any = marked_text(json.dumps(arguments, ensure_ascii=False), where)
         else:
-            written = marked_value(arguments, where)
-        calls.append({**call, "type": "function", "function": {"name": name, "arguments": written}})
+            marked_arguments = marked_value(arguments, where)
+        calls.append({**call, "type": "function", "function": {"name": name, "arguments": marked_arguments}})
     if calls:
-        given["tool_calls"] = calls
-    return _Form(message=given, texts=texts, fields=fields, names=names)
+        marked_message["tool_calls"] = calls
+    return _Form(message=marked_message, texts=texts, fields=fields, names=names)
 
 
 def _pieces(content: str, opened: bool) -> Iterator[str]:

@@ -26,7 +26,7 @@ from kestrl_learner.store.records import evaluations_of
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import Patience, RunStore
 from kestrl_learner.store.storage_sink import StorageSink
-from kestrl_learner.train.compute import Steps
+from kestrl_learner.train.compute import TrainerSteps
 from kestrl_learner.train.launcher import load_compute
 from kestrl_learner.train.trainer import Trainer
 
@@ -50,10 +50,10 @@ def as_group(items: Sequence[Item]) -> TrainGroup:
 
 def identity_digest(settings: SFTSettings, items: Sequence[Item]) -> str:
     """Digest of what must not change when a run is resumed: model, optimiser and data, not the schedule's length."""
-    kept = {
+    fields = {
         "model", "dtype", "parameters", "rank", "alpha", "targets", "adapter_from", "seed", "max_tokens", "algorithm",
     }  # fmt: skip
-    hashed = hashlib.sha256(settings.model_dump_json(include=kept, exclude_defaults=True).encode())
+    hashed = hashlib.sha256(settings.model_dump_json(include=fields, exclude_defaults=True).encode())
     for item in items:
         for row in item:
             hashed.update(row.token_ids.tobytes() + row.mask)
@@ -91,7 +91,7 @@ class SFTRun:
         self._record = RunRecord(digest=identity_digest(settings, self._train))
         self._tokenizer, _ = load_tokenizer(settings.model, settings.template)
         self._model: AdapterSource | FullModel
-        self._trainer: Steps
+        self._trainer: TrainerSteps
         self._end_ranks: Callable[[], None] = lambda: None
         if settings.ranks == 1:
             model = self._model = load_model(settings)
@@ -113,71 +113,73 @@ class SFTRun:
             self._end_ranks()
 
     def _run(self) -> SummaryPolicy | None:
-        done = self._resume()
-        if done == len(self._batches) and (policy := published_policy(self._store)) is not None:
-            log.info("it has finished at step %d; another metadata.name begins a new run", done)
+        steps_done = self._resume()
+        if steps_done == len(self._batches) and (policy := published_policy(self._store)) is not None:
+            log.info("it has finished at step %d; another metadata.name begins a new run", steps_done)
             return policy
         settings = self._settings
         self._sinks.start(
             RunStart(job=settings.job, run=settings.job, storage=self._store.uri, total_steps=len(self._batches))
         )
         try:
-            return self._train_from(done)
+            return self._train_from(steps_done)
         finally:
             self._sinks.finish(None)
 
-    def _train_from(self, done: int) -> SummaryPolicy | None:
-        if not done:
+    def _train_from(self, steps_done: int) -> SummaryPolicy | None:
+        if not steps_done:
             self._evaluate(0)
-        while done < len(self._batches):
+        while steps_done < len(self._batches):
             if self._stopping():
-                self._save(done)
+                self._save(steps_done)
                 return None
-            self._step(done)
-            done += 1
-            last = done == len(self._batches)
-            if last or (self._settings.eval_every and done % self._settings.eval_every == 0):
-                self._evaluate(done)
-            if last or done % self._settings.checkpoint_every == 0:
-                self._save(done)
-        return self._publish(done)
+            self._step(steps_done)
+            steps_done += 1
+            last = steps_done == len(self._batches)
+            if last or (self._settings.eval_every and steps_done % self._settings.eval_every == 0):
+                self._evaluate(steps_done)
+            if last or steps_done % self._settings.checkpoint_every == 0:
+                self._save(steps_done)
+        return self._publish(steps_done)
 
     def _resume(self) -> int:
-        known = checkpoint.newest(self._store)
-        if known is None:
+        newest_checkpoint = checkpoint.newest(self._store)
+        if newest_checkpoint is None:
             return 0
-        if known.record.digest != self._record.digest:
+        if newest_checkpoint.record.digest != self._record.digest:
             raise UserInputError(
                 f"{self._settings.storage} holds a run with another model, data or optimiser; give another "
                 "metadata.name or storage.uri"
             )
-        self._trainer.restore(known.state)
-        self._record = known.record
-        log.info("resumed at step %d of %d", known.step, len(self._batches))
-        return known.step
+        self._trainer.restore(newest_checkpoint.state)
+        self._record = newest_checkpoint.record
+        log.info("resumed at step %d of %d", newest_checkpoint.step, len(self._batches))
+        return newest_checkpoint.step
 
-    def _step(self, done: int) -> None:
+    def _step(self, steps_done: int) -> None:
         began = time.monotonic()
-        group = as_group([self._train[index] for index in self._batches[done]])
-        result = self._trainer.step([group], done)
+        group = as_group([self._train[index] for index in self._batches[steps_done]])
+        result = self._trainer.step([group], steps_done)
         seconds = time.monotonic() - began
         tokens = sum(len(row.token_ids) for row in group.rows)
         facts = {
-            "step": done + 1,
+            "step": steps_done + 1,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "learning_rate": result.diagnostics["learning_rate"],
             "entropy": result.diagnostics["entropy"],
-            "conversations": len(self._batches[done]),
+            "conversations": len(self._batches[steps_done]),
             "tokens": tokens,
             "learned_tokens": result.sampled,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
         }
-        self._sinks.step(done + 1, facts)
-        log.info("step %d of %d: loss %.4f, %.0f tokens/s", done + 1, len(self._batches), result.loss, tokens / seconds)
+        self._sinks.step(steps_done + 1, facts)
+        log.info(
+            "step %d of %d: loss %.4f, %.0f tokens/s", steps_done + 1, len(self._batches), result.loss, tokens / seconds
+        )
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, step: int) -> None:
         """Measures the mean loss of the validation data's learned tokens."""
         if not self._validation:
             return
@@ -188,19 +190,19 @@ class SFTRun:
             total -= logprobs
             count += tokens
         means = {"loss": total / count}
-        self._record = self._record.with_evaluation(done, means)
-        self._sinks.evaluation(done, means)
-        log.info("step %d: validation loss %.4f", done, total / count)
+        self._record = self._record.with_evaluation(step, means)
+        self._sinks.evaluation(step, means)
+        log.info("step %d: validation loss %.4f", step, total / count)
 
-    def _save(self, done: int) -> None:
-        state = checkpoint.Checkpoint(step=done, state=self._trainer.state(), record=self._record)
+    def _save(self, step: int) -> None:
+        state = checkpoint.Checkpoint(step=step, state=self._trainer.state(), record=self._record)
         checkpoint.write(self._store, state, keep=KEEP_CHECKPOINTS)
 
-    def _publish(self, done: int) -> SummaryPolicy:
-        policy = publish_policy(self._store, self._model, self._tokenizer, self._settings, done)
+    def _publish(self, step: int) -> SummaryPolicy:
+        policy = publish_policy(self._store, self._model, self._tokenizer, self._settings, step)
         summary = SFTSummary(
             status=RunPhase.SUCCEEDED,
-            steps=done,
+            steps=step,
             total_steps=len(self._batches),
             conversations=len(self._train),
             evaluations=evaluations_of(self._record),

@@ -61,40 +61,40 @@ def write(store: ObjectStore, checkpoint: Checkpoint, *, keep: int) -> None:
         Unconfirmed: It was written and cannot be read back.
     """
     folder, sha256 = layout.checkpoint_folder(checkpoint.step), digest(checkpoint.state)
-    written = layout.checkpoint_manifest(checkpoint.step), layout.checkpoint_state(checkpoint.step, sha256)
-    store.put(written[1], checkpoint.state)
+    paths = layout.checkpoint_manifest(checkpoint.step), layout.checkpoint_state(checkpoint.step, sha256)
+    store.put(paths[1], checkpoint.state)
     manifest = Manifest(checkpoint.step, sha256, len(checkpoint.state), checkpoint.record)
     content = json.dumps(manifest.to_json()).encode()
-    store.put(written[0], content)
+    store.put(paths[0], content)
     _read_back(store, manifest, content)
-    kept = {layout.checkpoint_folder(step) for step in steps(store)[-keep:]}
+    kept_folders = {layout.checkpoint_folder(step) for step in steps(store)[-keep:]}
     unneeded = [
         path
         for path in store.list(layout.CHECKPOINTS)
-        if (path not in written if path.startswith(f"{folder}/") else path.rpartition("/")[0] not in kept)
+        if (path not in paths if path.startswith(f"{folder}/") else path.rpartition("/")[0] not in kept_folders)
     ]
     for path in sorted(unneeded, key=lambda path: layout.checkpoint_step(path) is None):
         store.delete(path)
 
 
-def _read_back(store: ObjectStore, written: Manifest, content: bytes) -> None:
-    path = layout.checkpoint_manifest(written.step)
+def _read_back(store: ObjectStore, manifest: Manifest, content: bytes) -> None:
+    path = layout.checkpoint_manifest(manifest.step)
     try:
         if store.get(path) != content:
             raise StorageError(f"{store.address(path)} holds other bytes", code="digest_mismatch")
-        confirm(store, written)
+        confirm(store, manifest)
     except (StorageError, PlaceError) as error:
         raise Unconfirmed(
-            f"the checkpoint of step {written.step} was written and cannot be read back: {error}"
+            f"the checkpoint of step {manifest.step} was written and cannot be read back: {error}"
         ) from error
 
 
 def _manifest(store: ObjectStore, step: int) -> Manifest:
     path = layout.checkpoint_manifest(step)
     try:
-        found = json.loads(store.get(path))
-        record = RunRecord.from_json(found["facts"], store.address(path))
-        return Manifest(found["step"], found["sha256"], found.get("size"), record)
+        fields = json.loads(store.get(path))
+        record = RunRecord.from_json(fields["facts"], store.address(path))
+        return Manifest(fields["step"], fields["sha256"], fields.get("size"), record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
 
@@ -106,8 +106,8 @@ def newest_manifest(store: ObjectStore) -> Manifest | None:
         StorageError: The store refused, or it is malformed.
         UserInputError: It was written by a later version of KestRL.
     """
-    known = steps(store)
-    return _manifest(store, known[-1]) if known else None
+    checkpoint_steps = steps(store)
+    return _manifest(store, checkpoint_steps[-1]) if checkpoint_steps else None
 
 
 def confirm(store: ObjectStore, manifest: Manifest) -> None:

@@ -37,6 +37,6 @@ class EndedGroups:
                 self._left_out,
                 self._groups.maxlen,
             )
-        taken, self._left_out = list(self._groups), 0
+        ended_groups, self._left_out = list(self._groups), 0
         self._groups.clear()
-        return taken
+        return ended_groups

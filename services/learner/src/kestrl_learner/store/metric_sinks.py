@@ -129,8 +129,8 @@ class _Worker:
             return
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            left = self._records.qsize()
-            self._failed("metric_sink_slow", f"it did not end within {CLOSE_SECONDS:g} s; {left} records are lost")
+            backlog = self._records.qsize()
+            self._failed("metric_sink_slow", f"it did not end within {CLOSE_SECONDS:g} s; {backlog} records are lost")
 
     def _work(self) -> None:
         self._begun()

@@ -16,8 +16,8 @@ def gap_statistics(step: Mapping[str, Any]) -> dict[str, float]:
 
     Empty without tokens: an unmeasured mismatch is not a mismatch of 0.
     """
-    own: dict[str, float] = step.get("gap", {}).get("own", {})
-    return {name: value for name, value in own.items() if name != "tokens"} if own.get("tokens") else {}
+    statistics: dict[str, float] = step.get("gap", {}).get("own", {})
+    return {name: value for name, value in statistics.items() if name != "tokens"} if statistics.get("tokens") else {}
 
 
 class OpenTelemetrySink:

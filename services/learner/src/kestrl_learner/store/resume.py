@@ -27,14 +27,14 @@ def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
         UserInputError: It was written by a later version of KestRL.
         PlaceError: Access to the storage is denied.
     """
-    found = checkpoint.newest_manifest(store)
-    if found is not None:
-        checkpoint.confirm(store, found)
-    return found
+    manifest = checkpoint.newest_manifest(store)
+    if manifest is not None:
+        checkpoint.confirm(store, manifest)
+    return manifest
 
 
 def completed(
-    store: ObjectStore, newest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
+    store: ObjectStore, manifest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
 ) -> Sequence[Event]:
     """The events that end a run that has succeeded already; none if the run is not complete.
 
@@ -43,7 +43,7 @@ def completed(
 
     Args:
         store: The run's storage.
-        newest: The newest checkpoint.
+        manifest: The newest checkpoint.
         job: The job's name.
         digest: Digest of the run's identity for the present settings and data.
         steps: Optimiser steps of the present schedule.
@@ -53,11 +53,11 @@ def completed(
         PlaceError: Access to the storage is denied.
     """
     summary = _readable_summary(store)
-    if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != newest.step:
+    if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != manifest.step:
         return ()
-    if summary.policy is None or newest.record.digest != digest or max(newest.step, summary.total_steps) < steps:
+    if summary.policy is None or manifest.record.digest != digest or max(manifest.step, summary.total_steps) < steps:
         return ()
-    folder = adapter_folder(PolicyVersion(job=job, step=newest.step, sha256=summary.policy.sha256))
+    folder = adapter_folder(PolicyVersion(job=job, step=manifest.step, sha256=summary.policy.sha256))
     try:
         adapter = read_manifest(store, folder)
     except StorageError as error:
@@ -69,7 +69,7 @@ def completed(
     return (
         VersionPublished(version=adapter.policy, uri=store.address(folder), parent=adapter.parent or ""),
         LearningObserved(learning=_learning(summary)),
-        HistoryRestored(step=newest.step, history=newest.record.history.but(failures=summary.failures)),
+        HistoryRestored(step=manifest.step, history=manifest.record.history.but(failures=summary.failures)),
         PhaseEntered(phase=RunPhase.SUCCEEDED, message=f"it had succeeded before{after}"),
     )
 
@@ -86,5 +86,10 @@ def _readable_summary(store: ObjectStore) -> RunSummary | None:
 
 def _learning(summary: RunSummary) -> Learning:
     """The summary's part on learning; unknown in summaries of older versions."""
-    why = summary.not_learned or SummaryReason()
-    return Learning(learned=summary.learned, reason=why.reason, message=why.message, warning=summary.learning_warning)
+    summary_reason = summary.not_learned or SummaryReason()
+    return Learning(
+        learned=summary.learned,
+        reason=summary_reason.reason,
+        message=summary_reason.message,
+        warning=summary.learning_warning,
+    )

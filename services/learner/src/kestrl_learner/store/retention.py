@@ -24,9 +24,9 @@ def expendable(folders: Sequence[str], *, keep: int, names: Collection[str], ste
         names: `PolicyVersion.name` of versions that an engine serves or a request may use.
         steps: Steps of the checkpoints: a resume from one publishes its version again.
     """
-    needed = {(int(found["step"]), found["digest"]) for name in names if (found := NAME.search(name))}
-    known = sorted((*version, folder) for folder in folders if (version := adapter_version(folder)) is not None)
-    return [folder for step, digest, folder in known[:-keep] if (step, digest) not in needed and step not in steps]
+    needed = {(int(match["step"]), match["digest"]) for name in names if (match := NAME.search(name))}
+    versions = sorted((*version, folder) for folder in folders if (version := adapter_version(folder)) is not None)
+    return [folder for step, digest, folder in versions[:-keep] if (step, digest) not in needed and step not in steps]
 
 
 def delete_adapters(store: ObjectStore, *, keep: int, names: Collection[str], steps: Collection[int]) -> list[str]:
@@ -37,12 +37,12 @@ def delete_adapters(store: ObjectStore, *, keep: int, names: Collection[str], st
     """
     paths = store.list(ADAPTERS)
     folders = sorted({path.rpartition("/")[0] for path in paths})
-    gone = expendable(folders, keep=keep, names=names, steps=steps)
-    for folder in gone:
+    deleted = expendable(folders, keep=keep, names=names, steps=steps)
+    for folder in deleted:
         files = [path for path in paths if path.startswith(f"{folder}/")]
         for path in sorted(files, key=lambda path: not path.endswith(f"/{MANIFEST}")):
             store.delete(path)
-    return gone
+    return deleted
 
 
 def delete_episodes(episodes: EpisodeStore, *, keep: int) -> Sequence[int]:
@@ -52,7 +52,7 @@ def delete_episodes(episodes: EpisodeStore, *, keep: int) -> Sequence[int]:
     Raises:
         StorageError: The store refused.
     """
-    gone = episodes.steps(Purpose.TRAIN)[:-keep]
-    for step in gone:
+    deleted = episodes.steps(Purpose.TRAIN)[:-keep]
+    for step in deleted:
         episodes.delete(Purpose.TRAIN, step)
-    return gone
+    return deleted

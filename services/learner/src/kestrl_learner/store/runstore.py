@@ -159,8 +159,8 @@ class RunStore(ObjectStore):
                 self._began = time.monotonic()
                 now = datetime.now(UTC)
                 since, until = (f"{at:%H:%M:%S}" for at in (now, now + timedelta(seconds=self._patience.seconds)))
-                what = "denies access" if isinstance(error, StorageInaccessible) else "does not answer"
-                waiting = f"storage {what} since {since} and is asked again until {until} UTC: {error}"
+                symptom = "denies access" if isinstance(error, StorageInaccessible) else "does not answer"
+                waiting = f"storage {symptom} since {since} and is asked again until {until} UTC: {error}"
                 log.warning("%s", waiting)
                 self._on_waiting(waiting)
             return self._began

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from kestrl.errors import KestrlError
-from kestrl_learner.ranks.group import FOREVER, Group, RankLost, lost_ranks
+from kestrl_learner.ranks.group import FOREVER, RankGroup, RankLost, lost_ranks
 from kestrl_learner.train.compute import RankWork
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def announcement(number: int) -> str:
     return f"command/{number}"
 
 
-class Commands:
+class RankCommands:
     """Rank 0's side.
 
     Args:
@@ -36,7 +36,7 @@ class Commands:
         busy: Held during each command: a checkpoint after a cancelled step waits until the step has ended.
     """
 
-    def __init__(self, group: Group, work: RankWork, settle: Callable[[], None], busy: threading.Lock) -> None:
+    def __init__(self, group: RankGroup, work: RankWork, settle: Callable[[], None], busy: threading.Lock) -> None:
         self._group, self._work, self._settle, self._busy = group, work, settle, busy
         self._numbers = count()
         self._ended = False
@@ -93,7 +93,7 @@ def performed(work: RankWork, name: str, arguments: tuple[Any, ...]) -> tuple[An
         return None, error
 
 
-def follow(group: Group, work: RankWork) -> None:
+def follow(group: RankGroup, work: RankWork) -> None:
     """Performs rank 0's commands until it lets this rank end.
 
     Raises:

@@ -19,7 +19,7 @@ from kestrl.algorithms import Algorithm
 from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.model.adapters import AdapterSource, load_policy
 from kestrl_learner.model.policy_model import PolicyModel
-from kestrl_learner.ranks.group import Group
+from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.train.trainer import StepResult, Trainer
 
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ ComputeSettings = LearnerSettings | SFTSettings
 """Settings of a run whose steps are computed in one process or on several ranks."""
 
 
-class Steps(Protocol):
+class TrainerSteps(Protocol):
     """What training needs of a trainer; see `Trainer` for the meaning of each."""
 
     @property
@@ -50,7 +50,7 @@ class Compute(Protocol):
     @property
     def model(self) -> AdapterSource: ...
 
-    def trainer(self, steps: int) -> Steps:
+    def trainer(self, steps: int) -> TrainerSteps:
         """A new trainer.
 
         Args:
@@ -66,7 +66,7 @@ class RankWork:
         group: The ranks; None for a learner of one process.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, group: RankGroup | None = None) -> None:
         self._group = group
         self._settings: ComputeSettings | None = None
         self._model: PolicyModel | None = None
@@ -158,7 +158,7 @@ class OnRanks:
     def model(self) -> AdapterSource:
         return _ModelOnRanks(self._order, self._work.model)
 
-    def trainer(self, steps: int) -> Steps:
+    def trainer(self, steps: int) -> TrainerSteps:
         self._order("train", steps)
         return _StepsOnRanks(self._order, self._work.trainer.algorithm)
 
@@ -166,16 +166,16 @@ class OnRanks:
 class _ModelOnRanks:
     """The adapter is whole on every rank; to compute a score, all are needed."""
 
-    def __init__(self, order: Callable[..., Any], own: PolicyModel) -> None:
-        self._order, self._own = order, own
-        self.config, self.vocabulary, self.targets = own.config, own.vocabulary, own.targets
+    def __init__(self, order: Callable[..., Any], model: PolicyModel) -> None:
+        self._order, self._own = order, model
+        self.config, self.vocabulary, self.targets = model.config, model.vocabulary, model.targets
 
     def adapter_state(self) -> dict[str, Tensor]:
         return self._own.adapter_state()
 
     def score(self, token_ids: Sequence[int], *, adapter: bool) -> list[float]:
-        found: list[float] = self._order("score", token_ids, adapter)
-        return found
+        logprobs: list[float] = self._order("score", token_ids, adapter)
+        return logprobs
 
 
 class _StepsOnRanks:
@@ -187,8 +187,8 @@ class _StepsOnRanks:
         return result
 
     def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
-        found: tuple[float, int] = self._order("logprob_sum", groups)
-        return found
+        sum_and_count: tuple[float, int] = self._order("logprob_sum", groups)
+        return sum_and_count
 
     def published(self, policy: str) -> None:
         self._order("published", policy)

@@ -51,9 +51,9 @@ class TokenMeans:
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Adds numbers by name, (N,) each."""
-        for name, each in values.items():
-            self._on_device.append((name, each.detach().sum()))
-            self._counts[name] += each.numel()
+        for name, tensor in values.items():
+            self._on_device.append((name, tensor.detach().sum()))
+            self._counts[name] += tensor.numel()
 
     def settle(self) -> None:
         """Takes the sums to the CPU, in one transfer."""

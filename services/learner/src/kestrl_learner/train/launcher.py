@@ -19,10 +19,10 @@ import torch
 
 from kestrl._shared.conventions import EXIT_FAILED
 from kestrl.errors import UserInputError
-from kestrl_learner.ranks.group import EXIT_LOST, LOOPBACK, Group, RankLost, meeting_point
+from kestrl_learner.ranks.group import EXIT_LOST, LOOPBACK, RankGroup, RankLost, meeting_point
 from kestrl_learner.ranks.places import await_loss, await_places, end_watch, open_gang
 from kestrl_learner.ranks.rank_processes import start_rank
-from kestrl_learner.train.commands import Commands
+from kestrl_learner.train.commands import RankCommands
 from kestrl_learner.train.compute import Compute, ComputeSettings, OneProcess, OnRanks, RankWork
 
 log = logging.getLogger(__name__)
@@ -55,15 +55,15 @@ class RankProcesses:
         per_machine: int | None = None,
     ) -> None:
         self._exit, self._closing = exit_process, False
-        here = count if per_machine is None else per_machine
-        self._others = here < count
+        ranks_here = count if per_machine is None else per_machine
+        self._others = ranks_here < count
         self._failed = threading.Event()
         self.busy = threading.Lock()
         """Held while the ranks perform a command."""
         self.failure = ""
         """Why the ranks ended before they were let to."""
         address = f"{LOOPBACK}:{port}"
-        self._processes = {rank: start_rank(rank, count, here, address, device) for rank in range(1, here)}
+        self._processes = {rank: start_rank(rank, count, ranks_here, address, device) for rank in range(1, ranks_here)}
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True)
             for rank, process in self._processes.items()
@@ -168,19 +168,19 @@ class Gang:
     ) -> None:
         refuse_missing_devices(settings)
         self._closed = False
-        count, here = settings.ranks, settings.ranks_per_pod
+        count, ranks_here = settings.ranks, settings.ranks_per_pod
         store = self._store = meeting_point(count, settings.ranks_listen)
         open_gang(store, count)
-        await_places(store, range(here, count), waiting, settings.start_seconds)
-        self._processes = RankProcesses(count, store.port, settings.device, exit_process, per_machine=here)
+        await_places(store, range(ranks_here, count), waiting, settings.start_seconds)
+        self._processes = RankProcesses(count, store.port, settings.device, exit_process, per_machine=ranks_here)
         try:
             try:
-                self._group = Group(store, 0, count, settings.device, per_machine=here)
+                self._group = RankGroup(store, 0, count, settings.device, per_machine=ranks_here)
             except RankLost:
                 self._processes.settle()
                 raise
             work = RankWork(self._group)
-            self._commands = Commands(self._group, work, self._processes.settle, self._processes.busy)
+            self._commands = RankCommands(self._group, work, self._processes.settle, self._processes.busy)
             self._commands.order("load", settings)
         except BaseException:
             end_watch(store)
@@ -211,10 +211,10 @@ def refuse_missing_devices(settings: ComputeSettings) -> None:
     Raises:
         UserInputError: There are fewer.
     """
-    found = torch.accelerator.device_count()
-    if settings.device != "cpu" and found < settings.ranks_per_pod:
+    count = torch.accelerator.device_count()
+    if settings.device != "cpu" and count < settings.ranks_per_pod:
         raise UserInputError(
-            f"spec.learner.accelerator.count: {settings.ranks_per_pod} devices, and {found} are visible here; lower it"
+            f"spec.learner.accelerator.count: {settings.ranks_per_pod} devices, and {count} are visible here; lower it"
             ", or on one machine an AgentRLJob's spec.learner.replicas"
         )
 

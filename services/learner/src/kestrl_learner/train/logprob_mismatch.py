@@ -72,15 +72,15 @@ def measure(
         older: (M,) differences to the older policy that sampled the tokens, and M names, each.
     """
     every = torch.cat([torch.empty(0), *differences])
-    newest = torch.cat([torch.empty(0, dtype=torch.bool), *on_policy])
-    flags = cast("list[bool]", newest.tolist())  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+    is_newest = torch.cat([torch.empty(0, dtype=torch.bool), *on_policy])
+    flags = cast("list[bool]", is_newest.tolist())  # pyright: ignore[reportUnknownMemberType] - untyped in torch
     names = [name for name, on in zip(chain.from_iterable(engines), flags, strict=True) if on]
     names += [name for _, part in older for name in part]
-    own = torch.cat([every[newest], *(part for part, _ in older)])
+    own_gap = torch.cat([every[is_newest], *(part for part, _ in older)])
     numbers = {name: number for number, name in enumerate(sorted(set(names)))}
     by = torch.tensor([numbers[name] for name in names], dtype=torch.long)
     return LogprobMismatch(
         all=mismatch_stats(every),
-        own=mismatch_stats(own),
-        engines={name: mismatch_stats(own[by == number]) for name, number in numbers.items()},
+        own=mismatch_stats(own_gap),
+        engines={name: mismatch_stats(own_gap[by == number]) for name, number in numbers.items()},
     )

@@ -67,12 +67,12 @@ class Observed:
             passes: All passes of the batch.
             older: Differences to the older policies that sampled the tokens, as `measure` takes them.
         """
-        differences = [of_pass(self.differences, each) for each in passes]
+        differences = [of_pass(self.differences, one_pass) for one_pass in passes]
         on_policy = [
-            torch.tensor(stream(each.rows, [[row.on_policy] * len(row.mask) for row in each.rows])) > 0
-            for each in passes
+            torch.tensor(stream(one_pass.rows, [[row.on_policy] * len(row.mask) for row in one_pass.rows])) > 0
+            for one_pass in passes
         ]
-        engines = [[name for row in each.rows for name in token_origins(row)] for each in passes]
+        engines = [[name for row in one_pass.rows for name in token_origins(row)] for one_pass in passes]
         return measure(differences, on_policy, engines, older), torch.cat([torch.empty(0), *differences])
 
 

@@ -24,10 +24,12 @@ def learning_rate(settings: AlgorithmSettings, step: int, steps: int | None) -> 
         return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
     if settings.learning_rate_schedule == "constant" or steps is None:
         return settings.learning_rate
-    done = min(1.0, (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps))
-    left = 1.0 - done if settings.learning_rate_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps))
+    decay = (
+        1.0 - progress if settings.learning_rate_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     final = settings.final_learning_rate_share
-    return settings.learning_rate * (final + (1.0 - final) * left)
+    return settings.learning_rate * (final + (1.0 - final) * decay)
 
 
 def mini_batches(items: Sequence[Item], settings: AlgorithmSettings, step: int) -> Iterator[list[Item]]:

@@ -63,26 +63,26 @@ def by_episode(passes: Sequence[Pass], values: Sequence[Tensor]) -> dict[Key, Te
         values: (N,) of the sampled tokens of each pass.
     """
     values_of_episodes: dict[Key, Tensor] = {}
-    for each, whole in zip(passes, values, strict=True):
-        episodes = each.episodes
+    for one_pass, tensor in zip(passes, values, strict=True):
+        episodes = one_pass.episodes
         sizes = [count for _, count in episodes]
-        parts = cast("Sequence[Tensor]", whole.split(sizes))  # pyright: ignore[reportUnknownMemberType]
+        parts = cast("Sequence[Tensor]", tensor.split(sizes))  # pyright: ignore[reportUnknownMemberType]
         values_of_episodes |= {key: part for (key, _), part in zip(episodes, parts, strict=True)}
     return values_of_episodes
 
 
-def of_pass(values: Mapping[Key, Tensor], each: Pass) -> Tensor:
+def of_pass(values: Mapping[Key, Tensor], one_pass: Pass) -> Tensor:
     """The inverse of `by_episode` for one pass, (N,)."""
-    return torch.cat([values[key] for key, _ in each.episodes])
+    return torch.cat([values[key] for key, _ in one_pass.episodes])
 
 
 def computed_share(passes: Sequence[Pass]) -> float:
     """Tokens that passes compute, in tokens of their rows with a prompt each: below 1 where rows share a computed
     prompt, above 1 where padding is computed.
     """
-    pieces = [piece for each in passes for piece in each.pieces]
+    pieces = [piece for one_pass in passes for piece in one_pass.pieces]
     plain = sum(len(piece.group.prompt) + len(row.token_ids) for piece in pieces for row in piece.rows)
-    return sum(each.tokens for each in passes) / max(1, plain)
+    return sum(one_pass.tokens for one_pass in passes) / max(1, plain)
 
 
 def deal(costs: Sequence[int], count: int) -> list[list[int]]:
@@ -105,11 +105,11 @@ def schedule(passes: Sequence[Pass], ranks: Ranks) -> Iterator[tuple[PassKind, P
     of that kind.
     """
     if ranks.count == 1:
-        yield from ((each.kind, each) for each in passes)
+        yield from ((one_pass.kind, one_pass) for one_pass in passes)
         return
-    for kind in sorted({each.kind for each in passes}):
-        some = [each for each in passes if each.kind == kind]
-        shares = deal([each.cost for each in some], ranks.count)
-        own = [some[index] for index in shares[ranks.rank]]
-        yield from ((kind, each) for each in own)
-        yield from [(kind, None)] * (max(map(len, shares)) - len(own))
+    for kind in sorted({one_pass.kind for one_pass in passes}):
+        of_kind = [one_pass for one_pass in passes if one_pass.kind == kind]
+        shares = deal([one_pass.cost for one_pass in of_kind], ranks.count)
+        of_rank = [of_kind[index] for index in shares[ranks.rank]]
+        yield from ((kind, one_pass) for one_pass in of_rank)
+        yield from [(kind, None)] * (max(map(len, shares)) - len(of_rank))

@@ -33,6 +33,6 @@ def _of_group(group: TrainGroup, number: int, differences: Mapping[Key, Tensor])
         apart = cast("list[float]", [] if difference is None else difference.tolist())  # pyright: ignore[reportUnknownMemberType]
         behaviour = [value for row in rows for value, on in zip(row.behaviour, row.mask, strict=True) if on]
         advantages = [value for row in rows for value, on in zip(row.advantages, row.mask, strict=True) if on]
-        logprobs = [one + other for one, other in zip(behaviour, apart, strict=True)]
+        logprobs = [logprob + offset for logprob, offset in zip(behaviour, apart, strict=True)]
         tokens[sequence] = TrainedTokens(advantages=array("f", advantages), learner_logprobs=array("f", logprobs))
     return tokens

@@ -214,19 +214,19 @@ class Trainer:
                 kind=PassKind(shared=self.model.shares_prompt(pieces[0].group.prompt), backward=backward),
                 tokens=self.model.tokens_of(pieces),
             )
-            for pieces in self.model.passes(groups, least=self._ranks.count)
+            for pieces in self.model.passes(groups, least_passes=self._ranks.count)
         ]
 
     def _computed(self, passes: Sequence[Pass], *, entropies: bool = False) -> Iterator[Computed]:
         """Computes this rank's share of passes. The backward pass of each must follow before the next is taken."""
-        for kind, each in schedule(passes, self._ranks):
+        for kind, one_pass in schedule(passes, self._ranks):
             with torch.set_grad_enabled(kind.backward):
-                if each is None:
+                if one_pass is None:
                     self.model.empty_pass(shared=kind.shared)
                     continue
-                found: list[Tensor] | None = [] if entropies else None
-                logprobs = self.model.pass_logprobs(each.pieces, self._temperature, found)
-            yield Computed(each, logprobs, found[0] if found else None)
+                pass_entropies: list[Tensor] | None = [] if entropies else None
+                logprobs = self.model.pass_logprobs(one_pass.pieces, self._temperature, pass_entropies)
+            yield Computed(one_pass, logprobs, pass_entropies[0] if pass_entropies else None)
 
     def _by_episode(self, passes: Sequence[Pass], values: Sequence[Tensor]) -> Mapping[Key, Tensor]:
         """The values of all ranks' passes by episode, on this rank's device.
@@ -238,7 +238,7 @@ class Trainer:
         by_key = by_episode(passes, values)
         if self._ranks.count > 1:
             everyone = self._ranks.gather({key: value.cpu() for key, value in by_key.items()})
-            by_key = {key: each.to(self.model.device) for some in everyone for key, each in some.items()}
+            by_key = {key: tensor.to(self.model.device) for tensors in everyone for key, tensor in tensors.items()}
         return by_key
 
     def _prepared(self, groups: Sequence[TrainGroup], observed: Observed) -> Prepared:
@@ -258,14 +258,14 @@ class Trainer:
         assert isinstance(self.model, PolicyModel), "without an adapter the base is not kept"
         with self.model.without_adapter():
             computed = list(self._computed(self._passes(list(enumerate(groups)))))
-        return self._by_episode([each.which for each in computed], [each.logprobs for each in computed])
+        return self._by_episode([forward.which for forward in computed], [forward.logprobs for forward in computed])
 
     def _old(self, groups: Sequence[TrainGroup], observed: Observed) -> Mapping[Key, Tensor]:
         """Log-probs under the weights that the step begins with, which are observed."""
         computed = list(self._computed(self._passes(list(enumerate(groups))), entropies=True))
-        for each in computed:
-            observed.add(each, self._behaviour(each.which.rows))
-        return self._by_episode([each.which for each in computed], [each.logprobs for each in computed])
+        for forward in computed:
+            observed.add(forward, self._behaviour(forward.which.rows))
+        return self._by_episode([forward.which for forward in computed], [forward.logprobs for forward in computed])
 
     def _behaviour(self, rows: Sequence[TrainRow]) -> Tensor:
         return torch.tensor(stream(rows, [row.behaviour for row in rows]), device=self.model.device)
@@ -296,15 +296,15 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(f"step {step + 1}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
-        if any(each.kind.backward for each in passes):
+        if any(one_pass.kind.backward for one_pass in passes):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
         return loss, norm
 
     def _passes_of_update(self, batch: Sequence[tuple[int, TrainGroup]]) -> list[Pass]:
         """The passes of an update. Groups without a gradient are only observed, and skipped if they have been."""
         trained = [(index, group) for index, group in batch if self._trained(group)]
-        others = [] if self._several_updates else [(index, group) for index, group in batch if not self._trained(group)]
-        return self._passes(trained, backward=True) + self._passes(others)
+        unused = [] if self._several_updates else [(index, group) for index, group in batch if not self._trained(group)]
+        return self._passes(trained, backward=True) + self._passes(unused)
 
     def _accumulate(
         self, prepared: Prepared, computed: Computed, totals: Totals, observed: Observed, reported: TokenMeans
@@ -339,17 +339,17 @@ class Trainer:
         Returns:
             (N,) learner minus engine log-probs of rows' sampled tokens, and the engine and policy of each.
         """
-        own: list[tuple[Tensor, Sequence[str]]] = []
-        for policy, some in stale_rows(groups).items():
+        of_rank: list[tuple[Tensor, Sequence[str]]] = []
+        for policy, stale in stale_rows(groups).items():
             with self.model.with_trained_state(self._published[policy]):
-                own += [
+                of_rank += [
                     (
                         (logprobs - self._behaviour(which.rows)).cpu(),
                         [name for row in which.rows for name in token_origins(row)],
                     )
-                    for which, logprobs, _ in self._computed(self._passes(list(enumerate(some))))
+                    for which, logprobs, _ in self._computed(self._passes(list(enumerate(stale))))
                 ]
-        return [each for some in self._ranks.gather(own) for each in some]
+        return [difference for stale in self._ranks.gather(of_rank) for difference in stale]
 
     def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:
         """Sum and number of the log-probs of all sampled tokens under the present weights."""
@@ -358,7 +358,7 @@ class Trainer:
             total += float(logprobs.sum())
             count += len(logprobs)
         everyone = self._ranks.gather((total, count))
-        return sum(some for some, _ in everyone), sum(number for _, number in everyone)
+        return sum(rank_sum for rank_sum, _ in everyone), sum(number for _, number in everyone)
 
     def _trained(self, group: TrainGroup) -> bool:
         """Whether a group contributes to the gradient; with a KL term every group does."""

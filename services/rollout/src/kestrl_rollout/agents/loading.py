@@ -120,7 +120,7 @@ class Loops:
 def load_loops(
     path: str,
     config: Mapping[str, Any],
-    named: Mapping[str, str],
+    paths: Mapping[str, str],
     configs: Mapping[str, Mapping[str, Any]],
 ) -> Loops:
     """Loads `agent.loop` and `agent.loops` with their configurations.
@@ -138,18 +138,18 @@ def load_loops(
             return BUILT_IN["single_turn"]
 
     default = load(path, FIELD, config, CONFIG_FIELD)
-    own = {
-        name: load(one, f"{LOOPS_FIELD}.{name}", configs.get(name), f"{LOOPS_CONFIG_FIELD}.{name}")
-        for name, one in named.items()
+    loops_by_name = {
+        name: load(loop_path, f"{LOOPS_FIELD}.{name}", configs.get(name), f"{LOOPS_CONFIG_FIELD}.{name}")
+        for name, loop_path in paths.items()
     }
     if problems:
         raise SeveralProblems(problems)
     built_in = {**BUILT_IN, **{name: BUILT_IN[ours] for name, ours in VERL_NAMES.items()}}
-    in_use = (default, *own.values())
+    in_use = (default, *loops_by_name.values())
     return Loops(
         default,
-        {**built_in, **own},
-        own,
+        {**built_in, **loops_by_name},
+        loops_by_name,
         use_tools=any(loop.uses_tools for loop in in_use),
         read_calls=any(loop.reads_calls for loop in in_use),
     )
@@ -175,13 +175,13 @@ def load_loop(
         raise UserInputError(
             f"{field}: {path!r} is neither built in ({', '.join(BUILT_IN)}) nor of the form package.module:Name"
         )
-    found = imports.load(path, field=field)
+    target = imports.load(path, field=field)
     return LoadedLoop(
-        run=_runnable(found, path, config or {}, field, config_field),
+        run=_runnable(target, path, config or {}, field, config_field),
         name=path,
         built_in=False,
         uses_tools=True,
-        reads_calls=not imports.is_loop(found),
+        reads_calls=not imports.is_loop(target),
     )
 
 
@@ -198,31 +198,31 @@ def _configured(loop: LoadedLoop, config: Mapping[str, Any], field: str) -> Load
         raise UserInputError(f"{field}: {loop.name}: {error}") from error
 
 
-def _runnable(found: Any, path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
-    if imports.is_loop(found):
-        _check_config(found, path, config, config_field)
-        return adapt(found, config)
-    if inspect.isclass(found):
-        return _from_class(found, path, config, field, config_field)
-    if inspect.iscoroutinefunction(found):
-        _check_config(found, path, config, config_field)
-        return partial(found, **config) if config else found
+def _runnable(target: Any, path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
+    if imports.is_loop(target):
+        _check_config(target, path, config, config_field)
+        return adapt(target, config)
+    if inspect.isclass(target):
+        return _from_class(target, path, config, field, config_field)
+    if inspect.iscoroutinefunction(target):
+        _check_config(target, path, config, config_field)
+        return partial(target, **config) if config else target
     raise UserInputError(f"{field}: {path!r} is neither a class nor an async function")
 
 
-def _check_config(found: Any, path: str, config: Mapping[str, Any], field: str) -> None:
+def _check_config(target: Any, path: str, config: Mapping[str, Any], field: str) -> None:
     try:
-        inspect.signature(found).bind_partial(**config)
+        inspect.signature(target).bind_partial(**config)
     except TypeError as error:
         raise UserInputError(f"{field}: does not fit {path}: {error}") from error
 
 
-def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
-    if not inspect.iscoroutinefunction(getattr(found, "run", None)):
+def _from_class(cls: type[Any], path: str, config: Mapping[str, Any], field: str, config_field: str) -> Loop:
+    if not inspect.iscoroutinefunction(getattr(cls, "run", None)):
         raise UserInputError(f"{field}: {path!r} has no `async def run(self, conversation)`")
-    _check_config(found, path, config, config_field)
+    _check_config(cls, path, config, config_field)
     try:
-        inspect.signature(found).bind(**config)
+        inspect.signature(cls).bind(**config)
     except TypeError as error:
         raise UserInputError(
             f"{field}: {path!r} cannot be constructed from {config_field} alone "
@@ -230,6 +230,6 @@ def _from_class(found: type[Any], path: str, config: Mapping[str, Any], field: s
         ) from error
 
     async def run(conversation: Conversation) -> object:
-        return await found(**config).run(conversation)
+        return await cls(**config).run(conversation)
 
     return run

@@ -87,14 +87,14 @@ class Admission:
             self._budget.release(number)
             self._ended_call.set()
 
-    async def admitted(self, place: Place, wanted: int | None) -> int:
+    async def admitted(self, place: Place, max_tokens: int | None) -> int:
         """Waits for a call's share of the budget, and holds it.
 
         Raises:
             LimitReached: The calls before it have left none.
         """
         async with self._next:
-            while not isinstance(decision := self._budget.decide(len(place.prompt), wanted), Grant):
+            while not isinstance(decision := self._budget.decide(len(place.prompt), max_tokens), Grant):
                 if isinstance(decision, Full):
                     self.reached = self.reached or decision.reason
                     raise LimitReached(f"the episode's limit is reached: {self.reached}")

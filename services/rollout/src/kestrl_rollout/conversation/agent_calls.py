@@ -18,7 +18,7 @@ from kestrl._shared.text.parser import unknown_tool
 from kestrl.agents import Call, LimitReached
 from kestrl.episode import CallOutcome, Json, StopReason, ToolCall, Turn
 from kestrl.tools import ToolSchema
-from kestrl_rollout.conversation.tool_calls import ToolCalls
+from kestrl_rollout.conversation.tool_calls import EpisodeToolCalls
 from kestrl_rollout.deadlines import now
 from kestrl_rollout.history.canonical import canonical_arguments
 
@@ -46,7 +46,7 @@ class AgentCalls:
 
     def __init__(
         self,
-        calls: ToolCalls,
+        calls: EpisodeToolCalls,
         tools: Sequence[ToolSchema],
         turns: Sequence[Turn],
         *,
@@ -102,7 +102,14 @@ class AgentCalls:
 
     def show(self, turn: int, place: int, text: str, *, failed: bool) -> None:
         """Records the result of a call as the agent sent it to the model; the first one counts."""
-        attempt = next((each for each in self._attempts if (each.call.turn, each.place) == (turn, place)), None)
+        attempt = next(
+            (
+                attempt_shown
+                for attempt_shown in self._attempts
+                if (attempt_shown.call.turn, attempt_shown.place) == (turn, place)
+            ),
+            None,
+        )
         if attempt is None or attempt.shown:
             return
         attempt.shown = True
@@ -146,7 +153,9 @@ class AgentCalls:
             and canonical_arguments(attempt.call.arguments) == canonical
         ]
         # The newest turn, and in it the first call; max() takes the first of equals.
-        claimed = max(open_calls, key=lambda each: (each.call.name == name, each.call.turn), default=None)
+        claimed = max(
+            open_calls, key=lambda candidate: (candidate.call.name == name, candidate.call.turn), default=None
+        )
         if claimed is None:
             turn = max(0, len(self._turns) - 1)
             claimed = _Attempt(_record(turn, name, "", arguments, CallOutcome.UNANSWERED), None)
@@ -162,10 +171,10 @@ class AgentCalls:
         """What the calls' outcomes do not say, where there is any of it."""
         counts = {
             NOT_SHOWN: sum(
-                each.by_mcp and each.place is not None and each.results_shown and not each.shown
-                for each in self._attempts
+                attempt.by_mcp and attempt.place is not None and attempt.results_shown and not attempt.shown
+                for attempt in self._attempts
             ),
-            OWN_CALLS: sum(each.place is None for each in self._attempts),
+            OWN_CALLS: sum(attempt.place is None for attempt in self._attempts),
             "tool_results_cut": self._calls.cut,
         }
         return {name: float(count) for name, count in counts.items() if count}
@@ -175,6 +184,6 @@ def _record(turn: int, name: str, raw: str, arguments: Mapping[str, Json] | None
     return ToolCall(turn=turn, name=name, raw=raw, arguments=arguments, outcome=outcome, text="")
 
 
-def _is_name(written: str, tool: str) -> bool:
+def _is_name(name: str, tool: str) -> bool:
     """Whether a name in a prompt is that of a tool: clients put the server's before it, as in `mcp__job__search`."""
-    return written == tool or re.search(rf"[^A-Za-z0-9]{re.escape(tool)}$", written) is not None
+    return name == tool or re.search(rf"[^A-Za-z0-9]{re.escape(tool)}$", name) is not None

@@ -23,7 +23,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BudgetHeld:
     """Calls in flight hold what this one needs; their ends decide."""
 
 
@@ -41,23 +41,23 @@ class Budget:
     _held: dict[int, int] = field(default_factory=dict[int, int])
     """Tokens held by number of the call."""
 
-    def decide(self, prompt_tokens: int, wanted: int | None = None) -> Grant | Full | Held:
+    def decide(self, prompt_tokens: int, max_tokens: int | None = None) -> Grant | Full | BudgetHeld:
         """The decision on a call.
 
         Args:
             prompt_tokens: Length of its prompt.
-            wanted: Largest number of tokens that the caller wants; None for no limit of its own.
+            max_tokens: Largest number of tokens that the caller wants; None for no limit of its own.
         """
         limits = self.limits
         if self.turns + len(self._held) >= limits.max_turns:
             return Full(StopReason.MAX_TURNS)
-        left = limits.max_tokens - self.sampled
-        room = min(left, limits.context_length - prompt_tokens)
+        unsampled = limits.max_tokens - self.sampled
+        room = min(unsampled, limits.context_length - prompt_tokens)
         if room <= 0:
             return Full(StopReason.MAX_TOKENS)
-        tokens = min(room, limits.max_tokens_per_turn or room, room if wanted is None else wanted)
-        if tokens > left - sum(self._held.values()):
-            return Held()
+        tokens = min(room, limits.max_tokens_per_turn or room, room if max_tokens is None else max_tokens)
+        if tokens > unsampled - sum(self._held.values()):
+            return BudgetHeld()
         return Grant(tokens)
 
     def hold(self, call: int, tokens: int) -> None:

@@ -23,7 +23,7 @@ from kestrl_rollout.conversation.agent_calls import AgentCalls
 from kestrl_rollout.conversation.main_row import MainRow, main_row
 from kestrl_rollout.conversation.platform_code import PlatformCode
 from kestrl_rollout.conversation.row_store import Place, RowStore
-from kestrl_rollout.conversation.tool_calls import ToolCalls, ToolLimits, error_counts
+from kestrl_rollout.conversation.tool_calls import EpisodeToolCalls, ToolLimits, error_counts
 from kestrl_rollout.conversation.tool_session import OfferedTools, ToolSession
 from kestrl_rollout.conversation.transcript import Transcript
 from kestrl_rollout.conversation.transformers_tokenizer import TransformersTokenizer
@@ -31,7 +31,7 @@ from kestrl_rollout.conversation.turn_texts import TurnTexts
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
 from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Server, TokenCall
-from kestrl_rollout.requests import Deadlines
+from kestrl_rollout.requests import GroupDeadlines
 
 NOTHING_SHOWN = "(nothing is shown)"
 """User message after an action upon which the environment shows nothing."""
@@ -46,7 +46,7 @@ class EpisodeConversation:
         scenario: Scenario,
         seed: int,
         limits: Limits,
-        deadlines: Deadlines,
+        deadlines: GroupDeadlines,
         chat_model: ChatModel,
         engine: EngineSession,
         offered: OfferedTools,
@@ -67,7 +67,7 @@ class EpisodeConversation:
         self._engine = engine
         self._offered = offered
         self._waiting = waiting
-        self._calls = ToolCalls(
+        self._calls = EpisodeToolCalls(
             tools,
             limits=tool_limits,
             vocabulary=chat_model.vocabulary,
@@ -75,7 +75,7 @@ class EpisodeConversation:
             waiting=waiting,
             boundary=offered.boundary,
         )
-        self._messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        self._messages = [Message(role=message["role"], text=message["content"]) for message in scenario.messages]
         self._transcript = Transcript(scenario.messages)
         self._store = RowStore()
         self._admission = Admission(self._store, limits, seed, scenario=scenario.id, check=self._check)
@@ -157,7 +157,7 @@ class EpisodeConversation:
 
     def compact(self, text: str) -> None:
         self.append_user(text)
-        *before, last = (Message(role=said["role"], text=said["content"]) for said in self._scenario.messages)
+        *before, last = (Message(role=message["role"], text=message["content"]) for message in self._scenario.messages)
         self._messages = [*before, replace(last, text=f"{last.text}\n\n{text}")]
         self._ids, self._last_reply = [], 0
 
@@ -295,10 +295,10 @@ class EpisodeConversation:
         self.append_user(answer.text or NOTHING_SHOWN)
         return True
 
-    def _check_order(self, what: str) -> None:
+    def _check_order(self, act: str) -> None:
         """Refuses what would change the conversation while the model's turn is being sampled."""
         if self._generating:
-            raise UserCodeError(f"{what} while generate() runs; await it first", code="concurrent_turns")
+            raise UserCodeError(f"{act} while generate() runs; await it first", code="concurrent_turns")
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -316,14 +316,14 @@ class EpisodeConversation:
                 return self._ids + new
         return chat.prompt(self._messages, toolset)
 
-    async def _sample(self, place: Place, seed: int, wanted: int | None, stops: Sequence[int]) -> Sampled:
+    async def _sample(self, place: Place, seed: int, max_tokens: int | None, stops: Sequence[int]) -> Sampled:
         with self._waiting.call(Boundary.ENGINE) as waiting:
             call = ModelCall(
                 number=place.call,
                 seed=seed,
                 lane=place.lane,
                 prompt_ids=place.prompt,
-                max_tokens=await self._admission.admitted(place, wanted),
+                max_tokens=await self._admission.admitted(place, max_tokens),
                 stop_token_ids=stops,
             )
             ends = self._turn_ends = now() + self._deadlines.turn
@@ -370,7 +370,7 @@ class EpisodeConversation:
     @property
     def main(self) -> MainRow | None:
         """The main row, with its conversation."""
-        return main_row(self._store.facts, linear=not self._by_tokens, named=self._named_row)
+        return main_row(self._store.facts, linear=not self._by_tokens, loop_row=self._named_row)
 
     @property
     def main_messages(self) -> Sequence[Mapping[str, Json]]:

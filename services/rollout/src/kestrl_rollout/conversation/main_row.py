@@ -21,21 +21,23 @@ class MainRow:
     conversation: Collection[int]
 
 
-def main_row(rows: Sequence[RowFacts], *, linear: bool, named: int | None = None) -> MainRow | None:
+def main_row(rows: Sequence[RowFacts], *, linear: bool, loop_row: int | None = None) -> MainRow | None:
     """The main row of an episode; None if it has no row.
 
     Args:
         rows: The episode's rows.
         linear: Whether all rows are of one conversation.
-        named: The row that the loop named, if any.
+        loop_row: The row that the loop named, if any.
     """
     if not rows:
         return None
-    gathered = [list(range(len(rows)))] if linear else conversations(rows)
-    if named is not None:
-        return MainRow(named, next(each for each in gathered if named in each))
-    chosen = next((each for each in gathered if sum(len(rows[row].calls) for row in each) > 1), gathered[-1])
-    return MainRow(max(chosen, key=lambda row: rows[row].calls[-1]), chosen)
+    groups = [list(range(len(rows)))] if linear else conversations(rows)
+    if loop_row is not None:
+        return MainRow(loop_row, next(conversation for conversation in groups if loop_row in conversation))
+    main = next(
+        (conversation for conversation in groups if sum(len(rows[row].calls) for row in conversation) > 1), groups[-1]
+    )
+    return MainRow(max(main, key=lambda row: rows[row].calls[-1]), main)
 
 
 def conversations(rows: Sequence[RowFacts]) -> list[list[int]]:

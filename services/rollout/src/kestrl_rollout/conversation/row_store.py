@@ -115,8 +115,8 @@ class RowStore:
         return place
 
     def _free_lane(self) -> int:
-        taken = {place.lane for place in self._in_flight}
-        return next(lane for lane in range(len(taken) + 1) if lane not in taken)
+        busy_lanes = {place.lane for place in self._in_flight}
+        return next(lane for lane in range(len(busy_lanes) + 1) if lane not in busy_lanes)
 
     def record(self, place: Place, completion: Completion) -> Span:
         """Adds what a call sampled, and ends it."""
@@ -172,17 +172,17 @@ class RowStore:
         index = self.locate(token_ids)
         row = self._rows[index]
         shared = min(len(token_ids), len(row.ids))
-        for position, wanted in enumerate(mask):
-            if wanted and (position >= shared or not row.mask[position]):
+        for position, bit in enumerate(mask):
+            if bit and (position >= shared or not row.mask[position]):
                 raise UserCodeError(
                     f"the loop's mask is 1 on token {position}, which the engine did not sample",
                     code="mask_not_sampled",
                 )
-        trained = bytearray(1 if wanted else 0 for wanted in mask[:shared])
+        trained = bytearray(1 if bit else 0 for bit in mask[:shared])
         trained += bytes(len(row.ids) - shared)
-        for other in self._rows:
-            other.mask = trained if other is row else bytearray(len(other.ids))
-            other.logprobs = [value if on else 0.0 for value, on in zip(other.logprobs, other.mask, strict=True)]
+        for stored in self._rows:
+            stored.mask = trained if stored is row else bytearray(len(stored.ids))
+            stored.logprobs = [value if on else 0.0 for value, on in zip(stored.logprobs, stored.mask, strict=True)]
         return index
 
     def close(self) -> tuple[Row, ...]:

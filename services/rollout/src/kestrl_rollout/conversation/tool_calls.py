@@ -40,7 +40,7 @@ class ToolLimits:
     max_tool_tokens: int
 
 
-class ToolCalls:
+class EpisodeToolCalls:
     """An episode's calls of its tools."""
 
     def __init__(
@@ -158,5 +158,5 @@ class ToolCalls:
         if cut is None:
             return text
         self.cut += 1
-        kept, tokens = cut
-        return f"{kept}\n[cut here: {tokens} tokens or more, limit {limit}]"
+        beginning, tokens = cut
+        return f"{beginning}\n[cut here: {tokens} tokens or more, limit {limit}]"

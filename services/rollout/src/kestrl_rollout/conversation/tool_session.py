@@ -121,17 +121,17 @@ class ToolList:
         """
         if self._listed is None:
             self._listed = await self._list()
-        listed = self._listed
+        schemas = self._listed
         restricted = scenario.tools is not None and not self.environment
-        names = expanded(tuple(scenario.tools or ()), self._environments) if restricted else tuple(listed)
+        names = expanded(tuple(scenario.tools or ()), self._environments) if restricted else tuple(schemas)
         for name in names:
-            if name not in listed:
+            if name not in schemas:
                 raise UserInputError(
                     f"scenario {scenario.id}: tools: the job has no tool {name!r}; "
-                    f"it has: {', '.join(listed) or 'none'}",
+                    f"it has: {', '.join(schemas) or 'none'}",
                     code="unknown_tool",
                 )
-        return {name: listed[name] for name in names}
+        return {name: schemas[name] for name in names}
 
     def has_state(self, names: Iterable[str]) -> bool:
         """Whether an environment among these tools has a state for the reward."""
@@ -209,9 +209,9 @@ class Toolbox:
             UserInputError: The scenario names a tool that the job does not have.
             FailureError: The tool service cannot be reached.
         """
-        wanted = None if scenario.tools is None else tuple(scenario.tools)
-        if wanted in self._by_names:
-            return self._by_names[wanted]
+        selection = None if scenario.tools is None else tuple(scenario.tools)
+        if selection in self._by_names:
+            return self._by_names[selection]
         tools = await self._list.of(scenario)
         offered = OfferedTools(
             tools=tuple(tools.values()),
@@ -223,7 +223,7 @@ class Toolbox:
             act=self._list.act,
         )
         if len(self._by_names) < 256:  # bounds the cache; data sets have few combinations
-            self._by_names[wanted] = offered
+            self._by_names[selection] = offered
         return offered
 
 

@@ -14,14 +14,14 @@ class Transcript:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """`messages` are those of the scenario."""
-        self._said: list[tuple[int | None, Mapping[str, Json]]] = [(None, dict(said)) for said in messages]
+        self._said: list[tuple[int | None, Mapping[str, Json]]] = [(None, dict(message)) for message in messages]
         """Messages, each with the row of the model's turn; None for those of others."""
         self._histories: dict[int, Sequence[Mapping[str, Json]]] = {}
         """Whole conversations by their rows."""
 
     @property
     def messages(self) -> Sequence[Mapping[str, Json]]:
-        return tuple(said for _, said in self._said)
+        return tuple(message for _, message in self._said)
 
     def append(self, role: str, text: str, *, row: int | None = None, **further: Json) -> None:
         """Adds a message; of the model with its row."""
@@ -36,4 +36,4 @@ class Transcript:
         if main is not None and main.row in self._histories:
             return tuple(self._histories[main.row])
         rows = set[int | None](() if main is None else main.conversation) | {None}
-        return tuple(said for row, said in self._said if row in rows)
+        return tuple(message for row, message in self._said if row in rows)

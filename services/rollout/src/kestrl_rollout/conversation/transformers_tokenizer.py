@@ -87,7 +87,7 @@ class TransformersTokenizer:
         history: Sequence[int],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        messages = self._history.messages(after, seen=len(before))
+        messages = self._history.messages(after, rendered=len(before))
         since = len(before) - 1
         if since < 0 or messages[since].role != "assistant":
             raise UserCodeError(

@@ -16,7 +16,7 @@ from kestrl.agents import Completion
 from kestrl.engines import DRAINING, EngineDialect, Generate
 from kestrl.errors import EngineFailure, described
 from kestrl.redaction import Redactor
-from kestrl_rollout.engine.http import HttpClient, Lost, Unreachable
+from kestrl_rollout.engine.http import Lost, PostClient, Unreachable
 
 MESSAGE_CHARACTERS = 300
 ENGINE_DRAINING = "engine_draining"
@@ -45,7 +45,7 @@ class EngineClient:
         self._dialect = dialect
         self._redactor = Redactor([key or ""])
         authorization = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = HttpClient({"content-type": "application/json", **authorization})
+        self._http = PostClient({"content-type": "application/json", **authorization})
 
     async def __aenter__(self) -> Self:
         await self._http.__aenter__()
@@ -63,10 +63,10 @@ class EngineClient:
             EngineFailure: The engine cannot be reached, refuses, or its answer is invalid. `retryable` if another
                 engine may succeed.
         """
-        asked = self._dialect.generate(request)
-        url = f"{engine.url.rstrip('/')}{asked.path}"
+        engine_request = self._dialect.generate(request)
+        url = f"{engine.url.rstrip('/')}{engine_request.path}"
         try:
-            status, payload, stamped = await self._http.post(url, asked.body, trace_headers())
+            status, payload, stamped = await self._http.post(url, engine_request.body, trace_headers())
         except Unreachable as error:
             raise EngineFailure(
                 f"{engine.name}: cannot be reached at {engine.url}: {error}", code="unreachable"
@@ -100,9 +100,9 @@ class EngineClient:
         try:
             answer = self._dialect.read_generated(payload, stamped)
         except (ValueError, RecursionError) as error:
-            why = self._redactor.text(described(error))
+            reason = self._redactor.text(described(error))
             raise EngineFailure(
-                f"{engine}: not an answer to a generate request ({why}): {self._shown(payload)}", code="bad_answer"
+                f"{engine}: not an answer to a generate request ({reason}): {self._shown(payload)}", code="bad_answer"
             ) from error
         if answer.policy != policy:
             raise EngineFailure(

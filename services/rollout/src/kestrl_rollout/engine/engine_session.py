@@ -18,7 +18,7 @@ from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
 from kestrl_rollout.engine.client import ENGINE_DRAINING, EngineAddress, EngineClient
 from kestrl_rollout.engine.engine_set import EngineSet
-from kestrl_rollout.engine.sessions import Sessions
+from kestrl_rollout.engine.sessions import SessionsByEngine
 
 AWAY = frozenset({"unreachable", "connection_lost", ENGINE_DRAINING})
 """Codes of failures that say that the engine went away, and nothing of the request."""
@@ -60,7 +60,7 @@ class EngineSession:
         policy: str,
         limits: Limits,
         client: EngineClient,
-        sessions: Sessions,
+        sessions: SessionsByEngine,
     ) -> None:
         self._id = episode_id
         self._engines = engines
@@ -103,13 +103,13 @@ class EngineSession:
         """Whether another attempt may succeed."""
         if not error.retryable:
             return False
-        others = set(self._engines.addresses) - set(failed)
-        if error.code in AWAY and (others or not self._engines.addresses):
+        untried = set(self._engines.addresses) - set(failed)
+        if error.code in AWAY and (untried or not self._engines.addresses):
             return True
         if retried:
             return False
         # A lost connection may be an idle one that the engine was closing: even the same engine may answer a retry.
-        return bool(others) or (error.code == "connection_lost" and len(failed) == 1)
+        return bool(untried) or (error.code == "connection_lost" and len(failed) == 1)
 
     async def _place(self, call: ModelCall, exclude: Sequence[str] = ()) -> EngineAddress:
         engines = await self._engines.available()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 from kestrl_rollout.engine.client import EngineAddress
-from kestrl_rollout.engine.sessions import Sessions
+from kestrl_rollout.engine.sessions import SessionsByEngine
 
 EARLY = 16
 """Versions whose lists are kept before a group samples from them."""
@@ -61,7 +61,7 @@ class EngineSets:
     """The sets of all policy versions that running groups sample from."""
 
     def __init__(self) -> None:
-        self.sessions = Sessions()
+        self.sessions = SessionsByEngine()
         """Sessions of all groups, by engine."""
         self._sets: dict[str, EngineSet] = {}
         self._early: dict[str, tuple[Iterable[EngineAddress], int]] = {}

@@ -33,7 +33,7 @@ class Lost(ConnectionError):
     """The connection ended before the answer did, or the answer cannot be parsed."""
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """A server's answer."""
 
     status: int
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     """Name that the guard of an engine stamped on it."""
 
 
-class HttpClient:
+class PostClient:
     """Posts to servers, one connection per concurrent request. To be used as a context manager."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
@@ -72,7 +72,7 @@ class HttpClient:
     ) -> None:
         await self._session.close()
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> HttpAnswer:
         """Posts and waits for the answer; a caller that is cancelled closes the connection, which ends the request.
 
         Raises:
@@ -84,7 +84,7 @@ class HttpClient:
             target = self._urls[url] = _address(url)
         try:
             async with self._session.post(target, data=body, headers=headers, allow_redirects=False) as response:
-                return Answer(response.status, await _body(response), response.headers.get(POLICY_HEADER))
+                return HttpAnswer(response.status, await _body(response), response.headers.get(POLICY_HEADER))
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             self._connector.clear_dns_cache(target.host, target.port)
             raise Unreachable(str(error)) from error

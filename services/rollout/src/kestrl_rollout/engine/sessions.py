@@ -17,7 +17,7 @@ AVOID_SECONDS = 5.0
 """Time for which an engine that failed gets no new session if there is another."""
 
 
-class Sessions:
+class SessionsByEngine:
     """Active sessions by engine. Pure: time is passed in, nothing is awaited."""
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class Sessions:
             return current
         if current is not None:
             self.finish(session)
-        chosen = min(rested, key=self.active)
-        self._engine[session] = chosen
-        self._active[chosen] = self.active(chosen) + 1
-        return chosen
+        target = min(rested, key=self.active)
+        self._engine[session] = target
+        self._active[target] = self.active(target) + 1
+        return target
 
     def failed(self, engine: str, *, now: float) -> None:
         """Records a failure: other engines are preferred for `AVOID_SECONDS`."""
@@ -73,6 +73,6 @@ class Sessions:
             del self._active[engine]
 
     def _imbalanced(self, current: str, engines: Sequence[str]) -> bool:
-        least = min(self.active(engine) for engine in engines)
+        fewest = min(self.active(engine) for engine in engines)
         # The move must still pay off after it has changed the counts.
-        return self.active(current) > ESCAPE_SESSIONS and self.active(current) > ESCAPE_RATIO * (least + 1)
+        return self.active(current) > ESCAPE_SESSIONS and self.active(current) > ESCAPE_RATIO * (fewest + 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl_rollout.gateway.fields import Refused, invalid, mapping, objects
-from kestrl_rollout.history.canonical import History
+from kestrl_rollout.history.canonical import ChatHistory
 
 MAX_MESSAGES = 20_000
 NOT_FUNCTIONS = (
@@ -22,7 +22,7 @@ NOT_FUNCTIONS = (
 class ChatRequest:
     """What a client asks for."""
 
-    history: History
+    history: ChatHistory
     model: str
     instructions: Sequence[Mapping[str, Any]] = ()
     """The first of its messages that are no part of the conversation."""

@@ -28,7 +28,7 @@ from kestrl_rollout.gateway.fields import (
     stop_strings,
     string,
 )
-from kestrl_rollout.history.canonical import History
+from kestrl_rollout.history.canonical import ChatHistory
 
 RULES = FieldRules(
     read=frozenset(
@@ -87,7 +87,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         Refused: The client has to change it.
     """
     metrics = RULES.check(fields, sampling)
-    tools, others = _tools(fields.get("tools"))
+    tools, unsupported = _tools(fields.get("tools"))
     choice = fields.get("tool_choice")
     if choice == "none":
         tools = []
@@ -102,7 +102,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         raise invalid("messages", f"a list of at most {MAX_MESSAGES} messages")
     stream_options = mapping(fields.get("stream_options"), "stream_options")
     return ChatRequest(
-        history=History(messages=[_message(said, index) for index, said in enumerate(messages)], tools=tools),
+        history=ChatHistory(messages=[_message(message, index) for index, message in enumerate(messages)], tools=tools),
         model=string(fields.get("model"), "model"),
         max_tokens=limit(fields, "max_completion_tokens", "max_tokens"),
         stops=stop_strings(fields.get("stop"), "stop"),
@@ -111,43 +111,43 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
             "logprobs": fields.get("logprobs") is True,
             "usage": stream_options.get("include_usage") is True,
         },
-        metrics=[*metrics, *([not_obeyed("tools")] if others else [])],
+        metrics=[*metrics, *([not_obeyed("tools")] if unsupported else [])],
     )
 
 
 def _tools(value: Any) -> tuple[list[Mapping[str, Any]], int]:
     """The tools that are functions, and how many are not."""
     tools: list[Mapping[str, Any]] = []
-    others = 0
+    unsupported = 0
     for index, tool in enumerate(objects(value, "tools")):
         kind, name = tool.get("type", "function"), f"tools[{index}]"
         if kind in NOT_FUNCTIONS:
-            others += 1
+            unsupported += 1
         elif kind == "function":
             tools.append(function_tool(mapping(tool.get("function"), f"{name}.function"), f"{name}.function"))
         else:
             raise Refused(f"{name} is of type {kind!r}; give a function", field=f"{name}.type")
-    return tools, others
+    return tools, unsupported
 
 
-def _message(said: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _message(fields: Mapping[str, Any], index: int) -> dict[str, Any]:
     """A message in the internal form."""
-    name, role = f"messages[{index}]", said.get("role")
+    name, role = f"messages[{index}]", fields.get("role")
     if role not in ROLES:
         raise invalid(f"{name}.role", f"one of {', '.join(ROLES)}")
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
-    text = text_of(said.get("content"), f"{name}.content", kinds=kinds)
+    text = text_of(fields.get("content"), f"{name}.content", kinds=kinds)
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
     if role == "tool":
-        message["tool_call_id"] = string(said.get("tool_call_id"), f"{name}.tool_call_id")
+        message["tool_call_id"] = string(fields.get("tool_call_id"), f"{name}.tool_call_id")
     if role == "assistant":
-        if said.get("function_call") is not None:
+        if fields.get("function_call") is not None:
             raise Refused(f"{name}.function_call is not supported: give tool_calls", field=f"{name}.function_call")
-        reasoning = said.get("reasoning_content") or said.get("reasoning")
+        reasoning = fields.get("reasoning_content") or fields.get("reasoning")
         message["reasoning"] = reasoning if isinstance(reasoning, str) else ""
         message["tool_calls"] = [
             _call(call, f"{name}.tool_calls[{place}]")
-            for place, call in enumerate(objects(said.get("tool_calls"), f"{name}.tool_calls"))
+            for place, call in enumerate(objects(fields.get("tool_calls"), f"{name}.tool_calls"))
         ]
     return message
 

@@ -17,7 +17,7 @@ from kestrl.errors import UserCodeError, UserInputError
 from kestrl_rollout.gateway.chat_types import ChatReply, ChatRequest, SampledToken, SentCall, new_id
 from kestrl_rollout.gateway.fields import Refused
 from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Sampler, count
-from kestrl_rollout.history.canonical import History, call_places
+from kestrl_rollout.history.canonical import ChatHistory, call_places
 from kestrl_rollout.history.reader import HistoryReader
 from kestrl_rollout.history.system_messages import joined
 from kestrl_rollout.history.threads import ForkReason, KnownTurn, Match, Threads
@@ -50,7 +50,7 @@ class Dialogue:
         self._threads = Threads()
         self._rows = set[int]()
 
-    def count_tokens(self, history: History) -> int:
+    def count_tokens(self, history: ChatHistory) -> int:
         """Length of the prompt that a request would have.
 
         Raises:
@@ -102,14 +102,14 @@ class Dialogue:
 
     def _count_asked(self, request: ChatRequest, prompt_tokens: int) -> None:
         limits, metrics = self._sampler.limits, self._sampler.metrics
-        most = min(limits.max_tokens, limits.max_tokens_per_turn or limits.max_tokens)
+        limit = min(limits.max_tokens, limits.max_tokens_per_turn or limits.max_tokens)
         clamped = request.max_tokens is not None and request.max_tokens > min(
-            most, limits.context_length - prompt_tokens
+            limit, limits.context_length - prompt_tokens
         )
         for name in (*request.metrics, *(["sampling_forced.max_tokens"] if clamped else ())):
             count(metrics, name)
 
-    def _prompt(self, history: History) -> _Prompt:
+    def _prompt(self, history: ChatHistory) -> _Prompt:
         if not history.messages or history.messages[-1]["role"] == "assistant":
             raise Refused(
                 "the conversation must end with a message of the user or a tool's result: a turn of the model that "
@@ -130,18 +130,18 @@ class Dialogue:
                 raise
             raise Refused(str(error), code=error.code, field="messages") from error
 
-    def _rendered(self, history: History) -> _Prompt:
+    def _rendered(self, history: ChatHistory) -> _Prompt:
         match, chat = self._threads.match(history), self._chat_model.chat
-        known = {index: turn.message for index, turn in match.known.items()}
+        sampled_messages = {index: turn.message for index, turn in match.known.items()}
         renamed = _with_ids_of_the_model(history.messages, match.known)
-        messages = self._history.messages(renamed, seen=match.since + 1, known=known)
+        messages = self._history.messages(renamed, rendered=match.since + 1, sampled=sampled_messages)
         toolset = chat.toolset(history.tools)
         if match.turn is not None:
             before = self._sampler.beginning(match.turn.row, match.turn.end)
             new = chat.extension(messages, since=match.since, last=before[-1], tools=toolset)
             if new is not None:
                 return _Prompt(ids=[*before, *new], messages=messages, match=match, reason=match.reason)
-            messages = self._history.messages(renamed, known=known)
+            messages = self._history.messages(renamed, sampled=sampled_messages)
         text = chat.text(messages, toolset)
         for tool in history.tools:
             if tool["function"]["name"] not in text:
@@ -158,7 +158,7 @@ class Dialogue:
         completion, parsed, turn = sampled.completion, sampled.parsed, sampled.turn
         offered = bool(request.history.tools)
         places = [place for place, call in enumerate(parsed.calls) if offered and _is_readable(call)]
-        sent = [parsed.calls[place] for place in places]
+        readable = [parsed.calls[place] for place in places]
         unread = [call.raw for place, call in enumerate(parsed.calls) if place not in places]
         if unread:
             count(self._sampler.metrics, "calls_sent_as_text", len(unread))
@@ -167,7 +167,7 @@ class Dialogue:
             content = content.partition(sampled.stop)[0]
         calls = [
             SentCall(id=new_id("call_"), name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
-            for call in sent
+            for call in readable
         ]
         extends = prompt.match.turn is not None and prompt.match.turn.row == turn.row
         turn_record = KnownTurn(
@@ -175,7 +175,7 @@ class Dialogue:
             row=turn.row,
             end=turn.end,
             message=parsed.message,
-            call_ids=[call.id for call in sent],
+            call_ids=[call.id for call in readable],
             places=places,
         )
         self._keep(prompt, turn_record, calls, [content, content + sampled.stop])
@@ -226,7 +226,7 @@ def _is_readable(call: Call) -> bool:
 
 
 def _with_ids_of_the_model(
-    messages: Sequence[Mapping[str, Any]], known: Mapping[int, KnownTurn]
+    messages: Sequence[Mapping[str, Any]], turns: Mapping[int, KnownTurn]
 ) -> list[Mapping[str, Any]]:
     """The messages, with results of calls that the model gave ids under those."""
     renamed: list[Mapping[str, Any]] = []
@@ -234,7 +234,7 @@ def _with_ids_of_the_model(
     ids: Sequence[str] | None = None
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            calls, ids = message["tool_calls"], known[index].call_ids if index in known else None
+            calls, ids = message["tool_calls"], turns[index].call_ids if index in turns else None
         place = call_places({"tool_calls": calls}).get(str(message.get("tool_call_id") or ""))
         if message["role"] == "tool" and place is not None:
             name = calls[place]["function"]["name"]

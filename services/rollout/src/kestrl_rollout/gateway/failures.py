@@ -14,7 +14,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class GatewayProblem:
     """An error, before a face writes it."""
 
     status: int
@@ -25,10 +25,10 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-OVER = Problem(410, "the episode is over", "episode_over", headers=NO_RETRY)
+OVER = GatewayProblem(410, "the episode is over", "episode_over", headers=NO_RETRY)
 
 
-def problem_of(error: BaseException) -> Problem:
+def problem_of(error: BaseException) -> GatewayProblem:
     """The problem that a client learns of.
 
     Raises:
@@ -36,12 +36,12 @@ def problem_of(error: BaseException) -> Problem:
     """
     match error:
         case Refused():
-            return Problem(400, str(error), error.code, error.field)
+            return GatewayProblem(400, str(error), error.code, error.field)
         case LimitReached() | UserCodeError():
-            return Problem(400, str(error), error.code)
+            return GatewayProblem(400, str(error), error.code)
         case KestrlError():
             # The episode has failed, with this as its failure: no retry can help.
-            return Problem(500, str(error), f"{error.boundary}/{error.code}", headers=NO_RETRY)
+            return GatewayProblem(500, str(error), f"{error.boundary}/{error.code}", headers=NO_RETRY)
         case asyncio.CancelledError():
             return OVER
         case _:

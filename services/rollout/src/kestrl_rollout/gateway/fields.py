@@ -153,9 +153,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not valid JSON")
 
 
-def invalid(name: str, what: str) -> Refused:
+def invalid(name: str, expected: str) -> Refused:
     """The refusal of a value."""
-    return Refused(f"{name} is not {what}", code="invalid_value", field=name)
+    return Refused(f"{name} is not {expected}", code="invalid_value", field=name)
 
 
 def objects(value: Any, name: str) -> list[Mapping[str, Any]]:

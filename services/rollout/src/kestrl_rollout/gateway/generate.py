@@ -86,8 +86,8 @@ def read_request(body: bytes, *, vocabulary: int, context_length: int, sampling:
     return TokenRequest(call=call, metrics=metrics)
 
 
-def _ids(given: Any, field: str, vocabulary: int) -> list[int]:
-    ids = cast("list[Any]", given) if isinstance(given, list) else None
+def _ids(listing: Any, field: str, vocabulary: int) -> list[int]:
+    ids = cast("list[Any]", listing) if isinstance(listing, list) else None
     if ids is None or any(type(token) is not int or not 0 <= token < vocabulary for token in ids):
         raise Refused(
             f"{field} is not a list of ids of the vocabulary, 0 to {vocabulary - 1}", code="invalid_value", field=field

@@ -14,7 +14,7 @@ from typing import Any, cast
 from kestrl.episode import CallOutcome, ToolCall
 from kestrl.tools import ToolSchema
 from kestrl.tools.shapes import json_problem
-from kestrl_rollout.gateway.failures import Problem
+from kestrl_rollout.gateway.failures import GatewayProblem
 from kestrl_rollout.gateway.fields import Refused, read_object
 
 PATH = "mcp"
@@ -24,7 +24,7 @@ PARSE_ERROR, NO_METHOD, INVALID_PARAMS, FAILED = -32700, -32601, -32602, -32603
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class McpAnswer:
     """What is answered at once."""
 
     status: int
@@ -40,42 +40,42 @@ class ToolRequest:
     arguments: Mapping[str, Any]
 
 
-def read(body: bytes, tools: Sequence[ToolSchema]) -> Answer | ToolRequest:
+def read(body: bytes, tools: Sequence[ToolSchema]) -> McpAnswer | ToolRequest:
     """Reads a message of a client, and answers it unless it calls a tool."""
     try:
         message = read_object(body)
     except Refused as refused:
-        return Answer(400, _error(None, PARSE_ERROR, str(refused)))
+        return McpAnswer(400, _error(None, PARSE_ERROR, str(refused)))
     number, method = message.get("id"), message.get("method")
     if not isinstance(number, str | int) or not isinstance(method, str):
-        return Answer(202)  # a notification, or the response to a request that was never made
+        return McpAnswer(202)  # a notification, or the response to a request that was never made
     params: Any = message.get("params") or {}
     if not isinstance(params, dict):
-        return Answer(200, _error(number, INVALID_PARAMS, "params is not an object"))
-    given = cast("dict[str, Any]", params)
+        return McpAnswer(200, _error(number, INVALID_PARAMS, "params is not an object"))
+    arguments = cast("dict[str, Any]", params)
     match method:
         case "initialize":
-            version = given.get("protocolVersion")
-            return Answer(200, _result(number, _initialized(version if version in VERSIONS else VERSIONS[-1])))
+            version = arguments.get("protocolVersion")
+            return McpAnswer(200, _result(number, _initialized(version if version in VERSIONS else VERSIONS[-1])))
         case "ping":
-            return Answer(200, _result(number, {}))
+            return McpAnswer(200, _result(number, {}))
         case "tools/list":
-            return Answer(200, _result(number, {"tools": [_listed(tool) for tool in tools]}))
+            return McpAnswer(200, _result(number, {"tools": [_listed(tool) for tool in tools]}))
         case "tools/call":
-            return _tool_request(number, given)
+            return _tool_request(number, arguments)
         case _:
-            return Answer(200, _error(number, NO_METHOD, f"{method} is not served"))
+            return McpAnswer(200, _error(number, NO_METHOD, f"{method} is not served"))
 
 
-def _tool_request(number: str | int, params: Mapping[str, Any]) -> Answer | ToolRequest:
-    name, sent = params.get("name"), params.get("arguments")
+def _tool_request(number: str | int, params: Mapping[str, Any]) -> McpAnswer | ToolRequest:
+    name, raw_arguments = params.get("name"), params.get("arguments")
     if not isinstance(name, str) or not name:
-        return Answer(200, _error(number, INVALID_PARAMS, "name is not the name of a tool"))
-    if sent is not None and not isinstance(sent, dict):
-        return Answer(200, _error(number, INVALID_PARAMS, "arguments is not an object"))
-    arguments = cast("dict[str, Any]", sent or {})
+        return McpAnswer(200, _error(number, INVALID_PARAMS, "name is not the name of a tool"))
+    if raw_arguments is not None and not isinstance(raw_arguments, dict):
+        return McpAnswer(200, _error(number, INVALID_PARAMS, "arguments is not an object"))
+    arguments = cast("dict[str, Any]", raw_arguments or {})
     if problem := json_problem(arguments):
-        return Answer(200, _error(number, INVALID_PARAMS, f"arguments: {problem}"))
+        return McpAnswer(200, _error(number, INVALID_PARAMS, f"arguments: {problem}"))
     return ToolRequest(number, name, arguments)
 
 
@@ -85,7 +85,7 @@ def answered(request: ToolRequest, call: ToolCall) -> dict[str, Any]:
     return _result(request.id, {"content": content, "isError": call.outcome is not CallOutcome.OK})
 
 
-def failed(request: ToolRequest, problem: Problem) -> dict[str, Any]:
+def failed(request: ToolRequest, problem: GatewayProblem) -> dict[str, Any]:
     """The error of a call that has no answer: not a result, so that no client takes its message for the tool's."""
     return _error(request.id, FAILED, problem.message, {"code": problem.code})
 

@@ -26,7 +26,7 @@ from kestrl_rollout.gateway.fields import (
     stop_strings,
     string,
 )
-from kestrl_rollout.history.canonical import History
+from kestrl_rollout.history.canonical import ChatHistory
 
 RULES = FieldRules(
     read=frozenset(
@@ -54,7 +54,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         Refused: The client has to change it.
     """
     metrics = RULES.check(fields, sampling)
-    tools, others = _tools(fields.get("tools"))
+    tools, unsupported = _tools(fields.get("tools"))
     choice = mapping(fields.get("tool_choice"), "tool_choice")
     if choice.get("type") == "none":
         tools = []
@@ -71,34 +71,38 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
     for index, message in enumerate(entries):
         messages += _messages(message, f"messages[{index}]")
     return ChatRequest(
-        history=History(messages=messages, tools=tools),
+        history=ChatHistory(messages=messages, tools=tools),
         model=string(fields.get("model"), "model"),
         max_tokens=limit(fields, "max_tokens"),
         stops=stop_strings(fields.get("stop_sequences"), "stop_sequences"),
         stream=fields.get("stream") is True,
         options={"thinking": thinking},
-        metrics=[*metrics, *([not_obeyed("thinking")] if thinking else []), *([not_obeyed("tools")] if others else [])],
+        metrics=[
+            *metrics,
+            *([not_obeyed("thinking")] if thinking else []),
+            *([not_obeyed("tools")] if unsupported else []),
+        ],
     )
 
 
 def _tools(value: Any) -> tuple[list[Mapping[str, Any]], int]:
     """The tools that the client runs, and how many are a provider's."""
     tools: list[Mapping[str, Any]] = []
-    others = 0
+    unsupported = 0
     for index, tool in enumerate(objects(value, "tools")):
         if tool.get("type", "custom") in ("custom", None):
             tools.append(function_tool(tool, f"tools[{index}]", parameters="input_schema"))
         else:
-            others += 1
-    return tools, others
+            unsupported += 1
+    return tools, unsupported
 
 
-def _messages(said: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _messages(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """A message in the internal form: results of tools are messages of their own."""
-    role = said.get("role")
+    role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{name}.role", "user or assistant")
-    content = said.get("content")
+    content = message.get("content")
     if isinstance(content, str) or content is None:
         return [{"role": role, "content": content or ""}]
     texts: list[str] = []
@@ -177,14 +181,14 @@ def events(answer: Mapping[str, Any], request: ChatRequest) -> Iterator[str]:
     """An answer as server-sent events."""
     del request
     usage = answer["usage"]
-    begun: dict[str, Any] = {
+    opening_message: dict[str, Any] = {
         **answer,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "usage": {**usage, "output_tokens": 0},
     }
-    yield _event("message_start", message=begun)
+    yield _event("message_start", message=opening_message)
     for index, block in enumerate(answer["content"]):
         opening, deltas = _block(block)
         yield _event("content_block_start", index=index, content_block=opening)

@@ -36,7 +36,7 @@ def sent_keys(headers: Mapping[str, str]) -> list[str]:
 def is_key(key: bytes, headers: Mapping[str, str]) -> bool:
     """Whether every key of a request is the one with this digest, and there is one."""
     keys = sent_keys(headers)
-    return bool(keys) and all(hmac.compare_digest(digest(each), key) for each in keys)
+    return bool(keys) and all(hmac.compare_digest(digest(candidate), key) for candidate in keys)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrl_rollout.gateway.chat_types import ChatReply, ChatRequest
 from kestrl_rollout.gateway.fields import Refused
-from kestrl_rollout.history.canonical import History
+from kestrl_rollout.history.canonical import ChatHistory
 
 KEPT = 1024
 """Responses of an episode that can be continued."""
@@ -32,16 +32,16 @@ class ResponseStore:
         """
         if not request.previous:
             return request
-        earlier = self._histories.get(request.previous)
-        if earlier is None:
+        previous = self._histories.get(request.previous)
+        if previous is None:
             raise Refused(
                 f"previous_response_id {request.previous!r} is none of the last {KEPT} responses of this episode; send "
                 "the items as input",
                 code="previous_response_not_found",
                 field="previous_response_id",
             )
-        messages = [*request.instructions, *earlier, *request.history.messages[len(request.instructions) :]]
-        return replace(request, history=History(messages=messages, tools=request.history.tools))
+        messages = [*request.instructions, *previous, *request.history.messages[len(request.instructions) :]]
+        return replace(request, history=ChatHistory(messages=messages, tools=request.history.tools))
 
     def keep(self, response: str, request: ChatRequest, reply: ChatReply) -> None:
         """Keeps a response to a resolved request, under its id."""

@@ -18,7 +18,7 @@ from kestrl_rollout.gateway.chat_types import (
     text_of,
 )
 from kestrl_rollout.gateway.fields import FieldRules, Refused, invalid, limit, mapping, not_obeyed, objects, string
-from kestrl_rollout.history.canonical import History
+from kestrl_rollout.history.canonical import ChatHistory
 
 RULES = FieldRules(
     read=frozenset(
@@ -65,7 +65,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
         Refused: The client has to change it.
     """
     metrics = RULES.check(fields, sampling)
-    tools, in_namespaces, others = _tools(fields.get("tools"))
+    tools, in_namespaces, unsupported = _tools(fields.get("tools"))
     choice = fields.get("tool_choice")
     if choice == "none":
         tools = []
@@ -79,7 +79,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
     instructions = string(fields.get("instructions"), "instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     return ChatRequest(
-        history=History(messages=[*system, *_messages(fields.get("input"))], tools=tools),
+        history=ChatHistory(messages=[*system, *_messages(fields.get("input"))], tools=tools),
         instructions=system,
         previous=string(fields.get("previous_response_id"), "previous_response_id"),
         model=string(fields.get("model"), "model"),
@@ -91,7 +91,7 @@ def read(fields: Mapping[str, Any], sampling: Mapping[str, Any]) -> ChatRequest:
             "instructions": instructions or None,
             "in_namespaces": in_namespaces,
         },
-        metrics=[*metrics, *([not_obeyed("tools")] if others else [])],
+        metrics=[*metrics, *([not_obeyed("tools")] if unsupported else [])],
     )
 
 
@@ -101,26 +101,26 @@ def _tools(value: Any) -> tuple[list[Mapping[str, Any]], dict[str, Mapping[str, 
     """
     tools: list[Mapping[str, Any]] = []
     in_namespaces: dict[str, Mapping[str, str]] = {}
-    others = 0
+    unsupported = 0
     for index, tool in enumerate(objects(value, "tools")):
         name = f"tools[{index}]"
         if tool.get("type") != "namespace":
-            others += not _add_function(tools, tool, name)
+            unsupported += not _add_function(tools, tool, name)
             continue
         namespace = string(tool.get("name"), f"{name}.name")
         for place, inner in enumerate(objects(tool.get("tools"), f"{name}.tools")):
             if not _add_function(tools, inner, f"{name}.tools[{place}]"):
-                others += 1
+                unsupported += 1
                 continue
             function: dict[str, Any] = tools[-1]["function"]
-            shown = _in_namespace(namespace, function["name"])
-            in_namespaces[shown] = {"name": function["name"], "namespace": namespace}
-            function["name"] = shown
+            shown_name = _in_namespace(namespace, function["name"])
+            in_namespaces[shown_name] = {"name": function["name"], "namespace": namespace}
+            function["name"] = shown_name
     names = Counter(tool["function"]["name"] for tool in tools)
-    twice = next((shown for shown in in_namespaces if names[shown] > 1), None)
+    twice = next((shown_name for shown_name in in_namespaces if names[shown_name] > 1), None)
     if twice is not None:
         raise Refused(f"two tools are {twice!r}, one of them by its namespace; rename one", field="tools")
-    return tools, in_namespaces, others
+    return tools, in_namespaces, unsupported
 
 
 def _in_namespace(namespace: str, name: str) -> str:
@@ -163,8 +163,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             call_id = string(item.get("call_id"), f"{name}.call_id")
             messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
         elif kind in ("message", "reasoning", "function_call"):
-            begun = turn is not None and (turn["said"] or turn["tool_calls"])
-            if turn is None or (kind != "function_call" and begun):
+            has_text = turn is not None and (turn["said"] or turn["tool_calls"])
+            if turn is None or (kind != "function_call" and has_text):
                 turn = {"role": "assistant", "content": "", "reasoning": "", "tool_calls": [], "said": False}
                 messages.append(turn)
             _add(turn, item, kind, name)
@@ -190,12 +190,12 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any], kind: str, name: str) ->
         if not isinstance(item.get("name"), str):
             raise invalid(f"{name}.name", "a name")
         arguments = string(item.get("arguments"), f"{name}.arguments")
-        shown = _in_namespace(string(item.get("namespace"), f"{name}.namespace"), item["name"])
+        shown_name = _in_namespace(string(item.get("namespace"), f"{name}.namespace"), item["name"])
         turn["tool_calls"].append(
             {
                 "id": string(item.get("call_id"), f"{name}.call_id"),
                 "type": "function",
-                "function": {"name": shown, "arguments": arguments or "{}"},
+                "function": {"name": shown_name, "arguments": arguments or "{}"},
             }
         )
 
@@ -214,8 +214,8 @@ def write(reply: ChatReply, request: ChatRequest) -> dict[str, Any]:
         )
     for call in reply.calls:
         entry = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "status": "completed"}
-        named = request.options["in_namespaces"].get(call.name, {"name": call.name})
-        output.append({**entry, **named, "arguments": call.arguments})
+        namespaced = request.options["in_namespaces"].get(call.name, {"name": call.name})
+        output.append({**entry, **namespaced, "arguments": call.arguments})
     sampled = reply.sampled_tokens
     return {
         "id": new_id("resp_"),
@@ -254,9 +254,15 @@ def events(answer: Mapping[str, Any], request: ChatRequest) -> Iterator[str]:
         number += 1
         return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number - 1, **fields})}\n\n"
 
-    begun: dict[str, Any] = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    opening_response: dict[str, Any] = {
+        **answer,
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
+    yield event("response.created", response=opening_response)
+    yield event("response.in_progress", response=opening_response)
     for index, item in enumerate(answer["output"]):
         place = {"item_id": item["id"], "output_index": index}
         if item["type"] == "function_call":

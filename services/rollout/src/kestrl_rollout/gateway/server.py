@@ -22,7 +22,7 @@ from kestrl_rollout.gateway import mcp
 from kestrl_rollout.gateway.chat_types import new_id
 from kestrl_rollout.gateway.dialogue import Dialogue
 from kestrl_rollout.gateway.faces import COMPLETIONS, FACES, RESPONSES, Face
-from kestrl_rollout.gateway.failures import OVER, Problem, problem_of
+from kestrl_rollout.gateway.failures import OVER, GatewayProblem, problem_of
 from kestrl_rollout.gateway.fields import Refused, check_forced, job_sampling, read_object
 from kestrl_rollout.gateway.generate import read_request, write_answer
 from kestrl_rollout.gateway.opened import MAX_CALLS, Opened, digest, is_key
@@ -115,7 +115,9 @@ class Gateway:
         opened = self._episodes.get(episode)
         key = self._ended.get(episode) if opened is None else opened.key
         if key is None or not is_key(key, request.headers):
-            return _refusal(face, Problem(401, "the key is not that of the episode in the URL", "invalid_api_key"))
+            return _refusal(
+                face, GatewayProblem(401, "the key is not that of the episode in the URL", "invalid_api_key")
+            )
         if opened is None:
             return _refusal(face, OVER)
         route = (request.method, path)
@@ -124,16 +126,16 @@ class Gateway:
         if path == mcp.PATH and request.method != "POST":
             return web.Response(status=405, headers={"allow": "POST"})  # there are no sessions, and no stream of them
         if request.method != "POST" or path not in SERVED:
-            served = ", ".join(f"POST /e/<episode>/{each}" for each in SERVED)
+            served = ", ".join(f"POST /e/<episode>/{path_served}" for path_served in SERVED)
             message = f"{request.method} {request.path} is not served; GET /e/<episode>/v1/models, {served} are"
-            return _refusal(face, Problem(404, message, "not_found"))
+            return _refusal(face, GatewayProblem(404, message, "not_found"))
         if len(opened.tasks) >= MAX_CALLS:
             busy = f"{MAX_CALLS} calls of the episode are in flight"
-            return _refusal(face, Problem(429, busy, "too_many_calls", headers={"retry-after": "1"}))
+            return _refusal(face, GatewayProblem(429, busy, "too_many_calls", headers={"retry-after": "1"}))
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _refusal(face, Problem(413, f"the body has more than {BODY_BYTES} bytes", "too_large"))
+            return _refusal(face, GatewayProblem(413, f"the body has more than {BODY_BYTES} bytes", "too_large"))
         if self._episodes.get(episode) is not opened:
             return _refusal(face, OVER)
         try:
@@ -163,7 +165,7 @@ class Gateway:
     async def _tool_call(self, opened: Opened, body: bytes) -> web.Response:
         tools = opened.sampler.job_tools
         request = mcp.read(body, tools.schemas)
-        if isinstance(request, mcp.Answer):
+        if isinstance(request, mcp.McpAnswer):
             content = b"" if request.body is None else mcp.written(request.body)
             return web.Response(status=request.status, body=content, content_type="application/json")
 
@@ -198,10 +200,10 @@ class Gateway:
 
         async def work() -> bytes:
             reply = await opened.dialogue.reply(call)
-            written = face.write(reply, call)
+            answer_fields = face.write(reply, call)
             if face is RESPONSES:
-                opened.responses.keep(written["id"], call, reply)
-            return msgspec.json.encode(written)
+                opened.responses.keep(answer_fields["id"], call, reply)
+            return msgspec.json.encode(answer_fields)
 
         answer = self._answer(opened, request, body, work)
         if not call.stream:
@@ -219,6 +221,6 @@ def _json(answer: bytes) -> web.Response:
     return web.Response(body=answer, content_type="application/json")
 
 
-def _refusal(face: Face, problem: Problem) -> web.Response:
+def _refusal(face: Face, problem: GatewayProblem) -> web.Response:
     body = face.error(problem.status, problem.message, problem.code, problem.param)
     return web.json_response(body, status=problem.status, headers=problem.headers)

@@ -31,7 +31,7 @@ async def stream(
                 await response.prepare(request)
             await response.write(b": keep-alive\n\n")
         try:
-            written = json.loads(await task)
+            answer_fields = json.loads(await task)
         except (Refused, KestrlError, asyncio.CancelledError) as error:
             current = asyncio.current_task()
             cancelled = isinstance(error, asyncio.CancelledError) and (current is None or current.cancelling())
@@ -43,7 +43,7 @@ async def stream(
         else:
             if not response.prepared:
                 await response.prepare(request)
-            for event in face.events(written, call):
+            for event in face.events(answer_fields, call):
                 await response.write(event.encode())
         await response.write_eof()
     finally:

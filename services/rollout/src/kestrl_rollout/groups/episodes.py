@@ -29,7 +29,7 @@ from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.engine_set import EngineSets
 from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, checked_info, returned_reward
-from kestrl_rollout.requests import Deadlines, GroupRequest
+from kestrl_rollout.requests import GroupDeadlines, GroupRequest
 
 log = logging.getLogger(__name__)
 _Contained = tuple[object, BaseException | None]
@@ -220,7 +220,7 @@ class EpisodeRunner:
         )
 
     async def _prompted(
-        self, scenario: Scenario, attempt: _Attempt, tools: ToolSession, deadlines: Deadlines
+        self, scenario: Scenario, attempt: _Attempt, tools: ToolSession, deadlines: GroupDeadlines
     ) -> Scenario:
         """The scenario with what its environments add to the last message."""
         with attempt.waiting.on(attempt.tool_boundary):
@@ -251,7 +251,7 @@ class EpisodeRunner:
         """
         if not offered.names:
             return
-        messages = [Message(role=said["role"], text=said["content"]) for said in scenario.messages]
+        messages = [Message(role=message["role"], text=message["content"]) for message in scenario.messages]
         problem = unrendered(self._chat_model.chat.text(messages, offered.toolset), offered.names)
         if problem is not None:
             raise UserInputError(f"scenario {scenario.id}: {problem}", code="tools_not_rendered")
@@ -372,8 +372,8 @@ async def _contained(work: Awaitable[object]) -> _Contained:
         return None, error
 
 
-def _raised_by_loop(loop: LoadedLoop, what: str) -> UserCodeError:
-    return UserCodeError(f"{loop.title}: raised {what}", code="agent_raised")
+def _raised_by_loop(loop: LoadedLoop, description: str) -> UserCodeError:
+    return UserCodeError(f"{loop.title}: raised {description}", code="agent_raised")
 
 
 def _describe(error: BaseException) -> str:

@@ -97,14 +97,14 @@ class GroupRunner:
         """
         if self._draining:
             raise KestrlError("the worker is draining and accepts no new group", code="draining", retryable=True)
-        ended = _Ended()
-        task = asyncio.create_task(self._run(request, ended.one), name=f"group-{request.id}")
+        counter = _Ended()
+        task = asyncio.create_task(self._run(request, counter.one), name=f"group-{request.id}")
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
-        task.add_done_callback(lambda _: ended.more.set())
+        task.add_done_callback(lambda _: counter.more.set())
         try:
-            while not (task.done() and ended.reported):
-                if count := await ended.taken():
+            while not (task.done() and counter.reported):
+                if count := await counter.taken():
                     yield count
             if task.cancelled():
                 raise KestrlError(
@@ -115,7 +115,7 @@ class GroupRunner:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _run(self, request: GroupRequest, ended: Callable[[], None]) -> common.Group:
+    async def _run(self, request: GroupRequest, count_one: Callable[[], None]) -> common.Group:
         clock = GroupClock(request.deadlines.group)
         attributes = {
             Attr.GROUP_ID: request.id,
@@ -126,12 +126,14 @@ class GroupRunner:
         with span(SpanName.GROUP, attributes), engines, Unended() as spans:
             async with asyncio.TaskGroup() as tasks:
                 episodes = [
-                    tasks.create_task(self._episode(request, index, clock, ended, spans), name=f"{request.id}/{index}")
+                    tasks.create_task(
+                        self._episode(request, index, clock, count_one, spans), name=f"{request.id}/{index}"
+                    )
                     for index in range(request.size)
                 ]
-            whole = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
-            whole = replace(whole, tools=await self._episodes.described_tools(request.scenario))
-            group = group_to_proto(whole)
+            played = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
+            played = replace(played, tools=await self._episodes.described_tools(request.scenario))
+            group = group_to_proto(played)
             await self._judge.score(group, max_turns=request.limits.max_turns, ends=clock.ends)
             if spans.recorded:
                 for episode_id, outcome in outcomes(group).items():
@@ -139,7 +141,7 @@ class GroupRunner:
             return group
 
     async def _episode(
-        self, request: GroupRequest, index: int, clock: GroupClock, ended: Callable[[], None], spans: Unended
+        self, request: GroupRequest, index: int, clock: GroupClock, count_one: Callable[[], None], spans: Unended
     ) -> Episode:
         self._running += 1
         try:
@@ -147,7 +149,7 @@ class GroupRunner:
         finally:
             self._running -= 1
         self._counts.add(episode)
-        ended()
+        count_one()
         return episode
 
     def update_engines(self, policy: str, engines: Iterable[EngineAddress], revision: int) -> None:

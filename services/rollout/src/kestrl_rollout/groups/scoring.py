@@ -24,7 +24,7 @@ RPC_SLACK = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class JudgeScore:
     """The judge's score of one episode."""
 
     reward: float | None
@@ -38,7 +38,7 @@ class Score:
     answer: str | None = None
 
 
-def _spread(scores: Mapping[str, Score]) -> dict[str, float]:
+def _spread(scores: Mapping[str, JudgeScore]) -> dict[str, float]:
     """Attributes by which a collector keeps what is worth looking at: groups with an advantage, or a low reward."""
     rewards = [score.reward for score in scores.values() if score.reward is not None]
     return {Attr.LOWEST_REWARD: min(rewards), Attr.HIGHEST_REWARD: max(rewards)} if rewards else {}
@@ -109,10 +109,10 @@ class Judge:
                     wait=True,
                 )
 
-    def _write(self, episode: common.Episode, score: Score | None) -> None:
+    def _write(self, episode: common.Episode, score: JudgeScore | None) -> None:
         if score is None:
-            missing = JudgeFailure(f"the judge returned no score for episode {episode.id}", code="missing_score")
-            episode.failure.CopyFrom(failure_to_proto(missing.failure(component=self._component)))
+            failure = JudgeFailure(f"the judge returned no score for episode {episode.id}", code="missing_score")
+            episode.failure.CopyFrom(failure_to_proto(failure.failure(component=self._component)))
             return
         if score.reward is not None:
             episode.reward = score.reward
@@ -127,21 +127,21 @@ class Judge:
             episode.failure.CopyFrom(failure_to_proto(score.failure))
 
 
-def read_scores(scores: Sequence[pb.EpisodeScore]) -> dict[str, Score]:
+def read_scores(scores: Sequence[pb.EpisodeScore]) -> dict[str, JudgeScore]:
     """The scores by episode id.
 
     Raises:
         JudgeFailure: An episode was scored twice.
     """
-    read: dict[str, Score] = {}
+    by_episode: dict[str, JudgeScore] = {}
     for score in scores:
-        if score.episode_id in read:
+        if score.episode_id in by_episode:
             raise JudgeFailure(f"the judge scored episode {score.episode_id} twice", code="duplicate_score")
-        read[score.episode_id] = _read_score(score)
-    return read
+        by_episode[score.episode_id] = _read_score(score)
+    return by_episode
 
 
-def _read_score(score: pb.EpisodeScore) -> Score:
+def _read_score(score: pb.EpisodeScore) -> JudgeScore:
     reward = score.reward if score.HasField("reward") else None
     failure = failure_from_proto(score.failure) if score.HasField("failure") else None
     if failure is None and (reward is None or not math.isfinite(reward)):
@@ -149,7 +149,7 @@ def _read_score(score: pb.EpisodeScore) -> Score:
             f"episode {score.episode_id}: the judge returned the reward {reward} without a failure",
             code="no_finite_reward",
         ).failure(component="judge")
-    return Score(
+    return JudgeScore(
         reward=None if failure is not None else reward,
         rewards=dict(score.rewards),
         weights=dict(score.reward_weights),

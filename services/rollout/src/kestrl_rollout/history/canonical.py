@@ -23,7 +23,7 @@ _ARGUMENTS = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class ChatHistory:
     """The messages and tools of a request, in the form of OpenAI's chat API, with texts as strings."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -39,7 +39,7 @@ class Digests:
     without_system: Sequence[bytes]
 
     @classmethod
-    def of(cls, history: History) -> Digests:
+    def of(cls, history: ChatHistory) -> Digests:
         tools = extended(b"", msgspec.json.encode(history.tools, order="sorted"))
         whole, without_tools, without_system = [tools], [b""], [tools]
         places: dict[str, int] = {}

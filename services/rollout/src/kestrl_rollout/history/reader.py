@@ -28,45 +28,45 @@ class HistoryReader:
     model: ChatModel
 
     def messages(
-        self, messages: Sequence[Mapping[str, Any]], *, seen: int = 0, known: Mapping[int, Message] | None = None
+        self, messages: Sequence[Mapping[str, Any]], *, rendered: int = 0, sampled: Mapping[int, Message] | None = None
     ) -> list[Message]:
         """Messages whose content is text or a list of text parts.
 
         Args:
             messages: The conversation.
-            seen: Number of messages whose tokens the caller has, so that their calls are not written.
-            known: Turns that were sampled here by their index, which are taken as they are.
+            rendered: Number of messages whose tokens the caller has, so that their calls are not written.
+            sampled: Turns that were sampled here by their index, which are taken as they are.
 
         Raises:
             UserCodeError: A message has another content, or calls that the job's format cannot write.
         """
-        read: list[Message] = []
+        decoded: list[Message] = []
         names: dict[str, str] = {}
-        for index, said in enumerate(messages):
-            role, text = str(said["role"]), _text(index, said)
-            if role == "assistant" and said.get("tool_calls"):
-                names |= _names(said["tool_calls"])
-            if known is not None and index in known:
-                read.append(known[index])
+        for index, message in enumerate(messages):
+            role, text = str(message["role"]), _text(index, message)
+            if role == "assistant" and message.get("tool_calls"):
+                names |= _names(message["tool_calls"])
+            if sampled is not None and index in sampled:
+                decoded.append(sampled[index])
                 continue
-            if role == "assistant" and said.get("tool_calls") and index >= seen:
-                calls = _calls(index, said["tool_calls"])
-                read.append(self._turn(index, text, calls))
+            if role == "assistant" and message.get("tool_calls") and index >= rendered:
+                calls = _calls(index, message["tool_calls"])
+                decoded.append(self._turn(index, text, calls))
                 continue
-            call_id = str(said.get("tool_call_id") or "")
-            name = str(said.get("name") or names.get(call_id, "")) if role == "tool" else ""
-            read.append(Message(role=role, text=text, name=name, call_id=call_id))
-        return read
+            call_id = str(message.get("tool_call_id") or "")
+            name = str(message.get("name") or names.get(call_id, "")) if role == "tool" else ""
+            decoded.append(Message(role=role, text=text, name=name, call_id=call_id))
+        return decoded
 
     def _turn(self, index: int, text: str, calls: Calls) -> Message:
         vocabulary, reader = self.model.vocabulary, self.model.reader
-        said: list[Part] = [text.rstrip() + "\n"] if text.strip() else []
-        ids = vocabulary.encode([*said, *self._written(index, calls)])
+        prose: list[Part] = [text.rstrip() + "\n"] if text.strip() else []
+        ids = vocabulary.encode([*prose, *self._written(index, calls)])
         end = next((place for place, token in enumerate(ids) if token in self.model.stop_ids), len(ids))
         schemas = {name: dict[str, Any]() for name, _ in calls}
-        parsed, alone = reader.parse(ids[:end], schemas), reader.parse(vocabulary.encode(said), schemas)
-        names = [*(name for name, _ in calls), *(call.name for call in alone.calls)]
-        if [call.name for call in parsed.calls] != names or parsed.content != alone.content:
+        parsed, parsed_prose = reader.parse(ids[:end], schemas), reader.parse(vocabulary.encode(prose), schemas)
+        names = [*(name for name, _ in calls), *(call.name for call in parsed_prose.calls)]
+        if [call.name for call in parsed.calls] != names or parsed.content != parsed_prose.content:
             raise _refused(index, f"the format {self.model.format.name} does not read it back as it is")
         return Message(role="assistant", text=vocabulary.decode(ids[:end]), ids=ids[:end])
 
@@ -74,8 +74,8 @@ class HistoryReader:
         """Calls as control tokens and text, without a control token that a name or an argument spells."""
         vocabulary, texts = self.model.vocabulary, list[str]()
         _replaced(calls, lambda text: texts.append(text) or text)
-        whole = "\n".join(texts)
-        control = sorted((text for text in vocabulary.added if text in whole), key=len, reverse=True)
+        text_of_calls = "\n".join(texts)
+        control = sorted((text for text in vocabulary.added if text in text_of_calls), key=len, reverse=True)
         spelled = {text: f"{MARK}X{number}Z" for number, text in enumerate(control)}
 
         def marked(text: str) -> str:
@@ -107,12 +107,12 @@ class HistoryReader:
             ) from error
 
 
-def _refused(index: int, why: str) -> UserCodeError:
-    return UserCodeError(f"message {index}: tool_calls: {why}", code="unsupported_content")
+def _refused(index: int, reason: str) -> UserCodeError:
+    return UserCodeError(f"message {index}: tool_calls: {reason}", code="unsupported_content")
 
 
-def _text(index: int, said: Mapping[str, Any]) -> str:
-    content = said.get("content") or ""
+def _text(index: int, message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
     if not isinstance(content, str):
         try:
             content = "".join(part["text"] for part in content)
@@ -121,10 +121,10 @@ def _text(index: int, said: Mapping[str, Any]) -> str:
     return content
 
 
-def _names(given: Any) -> dict[str, str]:
+def _names(calls: Any) -> dict[str, str]:
     """Names of calls by their ids, of those that have both."""
     names: dict[str, str] = {}
-    for call in cast("list[Any]", given) if isinstance(given, list | tuple) else ():
+    for call in cast("list[Any]", calls) if isinstance(calls, list | tuple) else ():
         if isinstance(call, Mapping):
             entries = cast("Mapping[str, Any]", call)
             if entries.get("id") and isinstance(entries.get("function"), Mapping):
@@ -132,11 +132,11 @@ def _names(given: Any) -> dict[str, str]:
     return names
 
 
-def _calls(index: int, given: Any) -> list[tuple[str, Mapping[str, Any]]]:
+def _calls(index: int, raw_calls: Any) -> list[tuple[str, Mapping[str, Any]]]:
     """Name and arguments of each call."""
     calls: list[tuple[str, Mapping[str, Any]]] = []
     try:
-        for call in given:
+        for call in raw_calls:
             function = call["function"]
             arguments: Any = function.get("arguments") or "{}"
             arguments = read_json(arguments) if isinstance(arguments, str) else arguments
@@ -154,13 +154,13 @@ def _calls(index: int, given: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _replaced(calls: Calls, replace: Callable[[str], str]) -> list[tuple[str, Mapping[str, Any]]]:
-    def value(given: Any) -> Any:
-        if isinstance(given, str):
-            return replace(given)
-        if isinstance(given, dict):
-            return {replace(key): value(entry) for key, entry in cast("dict[str, Any]", given).items()}
-        if isinstance(given, list):
-            return [value(entry) for entry in cast("list[Any]", given)]
-        return given
+    def value(node: Any) -> Any:
+        if isinstance(node, str):
+            return replace(node)
+        if isinstance(node, dict):
+            return {replace(key): value(entry) for key, entry in cast("dict[str, Any]", node).items()}
+        if isinstance(node, list):
+            return [value(entry) for entry in cast("list[Any]", node)]
+        return node
 
     return [(replace(name), value(dict(arguments))) for name, arguments in calls]

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from kestrl._shared.text.chat import Message
-from kestrl_rollout.history.canonical import Digests, History, canonical, extended
+from kestrl_rollout.history.canonical import ChatHistory, Digests, canonical, extended
 
 
 class ForkReason(StrEnum):
@@ -56,7 +56,7 @@ class KnownTurn:
 class Match:
     """What an episode has of a history."""
 
-    history: History
+    history: ChatHistory
     digests: Digests
     turn: KnownTurn | None
     """The turn that it continues."""
@@ -80,10 +80,10 @@ class Threads:
         self._without_tools = set[bytes]()
         self._without_system = set[bytes]()
 
-    def match(self, history: History) -> Match:
+    def match(self, history: ChatHistory) -> Match:
         """What is known of a history."""
         digests = Digests.of(history)
-        known: dict[int, KnownTurn] = {}
+        sampled: dict[int, KnownTurn] = {}
         since, proven, unproven = -1, True, False
         for index, message in enumerate(history.messages):
             if message["role"] != "assistant":
@@ -92,10 +92,10 @@ class Threads:
             proven = proven and _reasoning_is_sampled(message, turn)
             unproven = unproven or (turn is not None and not proven)
             if turn is not None and proven:
-                known[index], since = turn, index
+                sampled[index], since = turn, index
             elif proven and (reply := self._replies.get(canonical(message))) is not None:
-                known[index] = reply
-        match = Match(history=history, digests=digests, turn=known.get(since), since=since, known=known)
+                sampled[index] = reply
+        match = Match(history=history, digests=digests, turn=sampled.get(since), since=since, known=sampled)
         return replace(match, reason=ForkReason.UNPROVEN if unproven else self.reason(match))
 
     def add(self, match: Match, echoes: Sequence[Mapping[str, Any]], turn: KnownTurn) -> None:
@@ -111,9 +111,9 @@ class Threads:
         self._without_system.update(match.digests.without_system[1:])
         for echo in echoes:
             text = canonical(echo)
-            whole = extended(match.digests.whole[-1], text)
-            self._turns[whole] = self._replies[text] = turn
-            self._whole.add(whole)
+            chain = extended(match.digests.whole[-1], text)
+            self._turns[chain] = self._replies[text] = turn
+            self._whole.add(chain)
             self._without_tools.add(extended(match.digests.without_tools[-1], text))
             self._without_system.add(extended(match.digests.without_system[-1], text))
 
@@ -122,27 +122,27 @@ class Threads:
         if not self._whole:
             return None
         digests, messages = match.digests, match.history.messages
-        seen = _longest(digests.whole, self._whole)
-        if _longest(digests.without_tools, self._without_tools) > seen:
+        shared = _longest(digests.whole, self._whole)
+        if _longest(digests.without_tools, self._without_tools) > shared:
             return ForkReason.TOOLS_CHANGED
         without_system = _longest(digests.without_system, self._without_system)
-        if without_system > seen and any(message["role"] != "system" for message in messages[:without_system]):
+        if without_system > shared and any(message["role"] != "system" for message in messages[:without_system]):
             return ForkReason.SYSTEM_CHANGED
-        if seen == len(messages):
+        if shared == len(messages):
             return ForkReason.RESAMPLED
-        if all(message["role"] == "system" for message in messages[:seen]):
+        if all(message["role"] == "system" for message in messages[:shared]):
             return ForkReason.NEW_CONVERSATION
-        if messages[seen]["role"] == "assistant":
+        if messages[shared]["role"] == "assistant":
             return ForkReason.EDITED_ASSISTANT
-        return ForkReason.BRANCHED if seen == match.since + 1 else ForkReason.COMPACTED
+        return ForkReason.BRANCHED if shared == match.since + 1 else ForkReason.COMPACTED
 
 
-def _longest(digests: Sequence[bytes], seen: set[bytes]) -> int:
+def _longest(digests: Sequence[bytes], chain: set[bytes]) -> int:
     """Length of the longest beginning that was seen; a chain is seen as a whole or not at all behind it."""
-    return max((count for count, digest in enumerate(digests) if digest in seen), default=0)
+    return max((count for count, digest in enumerate(digests) if digest in chain), default=0)
 
 
 def _reasoning_is_sampled(message: Mapping[str, Any], turn: KnownTurn | None) -> bool:
     """Whether the reasoning that a client sent back, if any, is the turn's."""
-    sent = str(message.get("reasoning") or "").strip()
-    return not sent or turn is None or sent == (turn.message.reasoning or "").strip()
+    reasoning = str(message.get("reasoning") or "").strip()
+    return not reasoning or turn is None or reasoning == (turn.message.reasoning or "").strip()

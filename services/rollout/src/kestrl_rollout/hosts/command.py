@@ -61,8 +61,8 @@ class CommandHost:
     async def run(self, request: RunRequest) -> RunResult:
         with tempfile.TemporaryDirectory(prefix="kestrl-agent-", ignore_cleanup_errors=True) as name:
             scratch = Path(name)
-            given, result = scratch / "request.json", scratch / "result.json"
-            given.write_bytes(request.to_json())
+            request_file, result = scratch / "request.json", scratch / "result.json"
+            request_file.write_bytes(request.to_json())
             variables = {
                 **self._inherited,
                 "TMPDIR": name,
@@ -70,7 +70,7 @@ class CommandHost:
                 **episode_variables(request),
                 "KESTRL_RESULT": str(result),
             }
-            out, errors, status = await self._ended(given, variables)
+            out, errors, status = await self._ended(request_file, variables)
             returned = _returned(result, out)
             if len(returned) > MAX_RESULT:
                 raise invalid(self._title, f"its result has more than {MAX_RESULT} bytes")
@@ -78,9 +78,9 @@ class CommandHost:
                 raise self._failed(status, returned, errors.decode("utf-8", "replace"))
             return read_result(self._title, returned) if returned else RunResult()
 
-    async def _ended(self, given: Path, variables: Mapping[str, str]) -> tuple[bytes, bytes, int]:
+    async def _ended(self, request_file: Path, variables: Mapping[str, str]) -> tuple[bytes, bytes, int]:
         """Output, errors and status of the program, once it has ended with all that it started."""
-        with given.open("rb") as stdin:
+        with request_file.open("rb") as stdin:
             program = Program.start(
                 self._command,
                 variables=variables,
@@ -104,8 +104,8 @@ class CommandHost:
             return described
         number = status - 128
         if number in set(Signals):
-            what = f"was ended by {Signals(number).name}"
-            return RunEnded(f"{self._title}: {what}; {last}", names=[f"exit:{status}"], code="agent_killed")
+            ending = f"was ended by {Signals(number).name}"
+            return RunEnded(f"{self._title}: {ending}; {last}", names=[f"exit:{status}"], code="agent_killed")
         raised = raised_name(errors)
         names = [f"exit:{status}", *([raised] if raised else ())]
         text = encodable(f"{self._title}: ended with status {status}; {last or 'it wrote nothing to stderr'}")
@@ -150,8 +150,8 @@ def _described(agent: str, returned: bytes) -> RunEnded | None:
 
 def raised_name(errors: str) -> str:
     """Class of the exception that ended a program in Python, from the traceback at the end of its stderr."""
-    _, found, trace = errors.rpartition(TRACEBACK)
-    if not found:
+    _, marker, trace = errors.rpartition(TRACEBACK)
+    if not marker:
         return ""
     lines = trace.splitlines()
     frames = [index for index, line in enumerate(lines) if line.startswith("  ")]

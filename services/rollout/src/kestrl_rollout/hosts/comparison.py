@@ -22,13 +22,13 @@ def difference(recorded: Sequence[Mapping[str, Any]], turns: Sequence[Turn]) -> 
     """
     if len(recorded) != len(turns):
         return f"it has recorded {len(recorded)} turns of the model, and {len(turns)} were sampled"
-    left = list(turns)
+    unmatched = list(turns)
     for number, record in enumerate(recorded):
-        searched = left if len(turns) <= MOST_TURNS else left[:1]
+        searched = unmatched if len(turns) <= MOST_TURNS else unmatched[:1]
         same = next((index for index, turn in enumerate(searched) if _is_same(record, turn)), None)
         if same is None:
             return f"turn {number} of its record is none that was sampled: {str(record.get('content'))[:200]!r}"
-        del left[same]
+        del unmatched[same]
     return None
 
 

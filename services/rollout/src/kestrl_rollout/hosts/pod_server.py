@@ -100,16 +100,16 @@ class PodServer:
 
     async def _run(self, request: RunRequest, reader: asyncio.StreamReader) -> Answer | None:
         run = asyncio.create_task(self._host.run(request), name="episode")
-        gone = asyncio.create_task(reader.read(1), name="connection")
+        disconnected = asyncio.create_task(reader.read(1), name="connection")
         self._running.add(run)
-        left = max(0.0, request.deadline - time.time()) + LATE_SECONDS
+        seconds_left = max(0.0, request.deadline - time.time()) + LATE_SECONDS
         try:
-            done, _ = await asyncio.wait({run, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({run, disconnected}, timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
+            disconnected.cancel()
             run.cancel()  # no effect on a run that has ended
             with suppress(ConnectionError):
-                await asyncio.wait({run, gone})
+                await asyncio.wait({run, disconnected})
             self._running.discard(run)
         if run not in done or run.cancelled():
             return None
@@ -160,8 +160,8 @@ async def serve(settings: Mapping[str, Any], folder: str) -> None:
     Raises:
         UserInputError: The agent cannot be used; the message has the field.
     """
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     agent = settings["agent"]
     host: CommandHost | ProcessHost
     if agent["command"]:
@@ -183,7 +183,7 @@ async def serve(settings: Mapping[str, Any], folder: str) -> None:
         address, _, port = settings["listen"].rpartition(":")
         listening = await asyncio.start_server(server.connected, address, int(port), limit=MAX_HEAD)
         log.info("%s %s is served", host.field, host.name)
-        await ended.wait()
+        await terminated.wait()
         listening.close()
         await server.drain(settings["drain_seconds"])
     finally:

@@ -64,8 +64,8 @@ class ProcessHost:
         self.field, self.name = field, run
         self._python = python or sys.executable
         self._settings = {"run": run, "config": dict(config), "python_path": list(python_path), "starts": starts}
-        others = kept_variables() if inherited is None else inherited
-        self._variables = {**others, "PYTHONUNBUFFERED": "1", **variables}
+        base_variables = kept_variables() if inherited is None else inherited
+        self._variables = {**base_variables, "PYTHONUNBUFFERED": "1", **variables}
         self._folder, self._start_seconds = folder, start_seconds
         self._starting = asyncio.Lock()
         self._process: _Process | None = None

@@ -13,25 +13,25 @@ CHUNK = 64 * 1024
 class Program(GuardedProcess):
     """A running program; `kill` ends it with all its descendants."""
 
-    async def output(self, most: int, most_errors: int) -> tuple[bytes, bytes]:
+    async def output(self, limit: int, error_limit: int) -> tuple[bytes, bytes]:
         """The ends of stdout and stderr, at most so many bytes of each, once all its processes have ended."""
-        out, errors = await asyncio.gather(_tail(self.process.stdout, most), _tail(self.process.stderr, most_errors))
+        out, errors = await asyncio.gather(_tail(self.process.stdout, limit), _tail(self.process.stderr, error_limit))
         await asyncio.to_thread(self.process.wait)  # at once: the guard has closed its files
         return out, errors
 
 
-async def _tail(pipe: Any, most: int) -> bytes:
+async def _tail(pipe: Any, limit: int) -> bytes:
     """The last bytes of a pipe, at its end."""
     reader = asyncio.StreamReader(limit=CHUNK)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
-    kept = bytearray()
+    tail = bytearray()
     try:
         while chunk := await reader.read(CHUNK):
-            kept += chunk
-            if len(kept) > 2 * most:
-                del kept[:-most]
+            tail += chunk
+            if len(tail) > 2 * limit:
+                del tail[:-limit]
     finally:
         transport.close()
-    return bytes(kept[-most:])
+    return bytes(tail[-limit:])

@@ -46,9 +46,9 @@ class Stop:
 class Stops:
     """The stops of a job."""
 
-    def __init__(self, own: Mapping[str, str]) -> None:
+    def __init__(self, job_stops: Mapping[str, str]) -> None:
         """Knows those of the manifest, by name, beside those of frameworks."""
-        self._own = {name: StopReason(reason) for name, reason in own.items()}
+        self._own = {name: StopReason(reason) for name, reason in job_stops.items()}
 
     def of(self, names: Sequence[str]) -> Stop | None:
         """The stop that an end is, if it is one.

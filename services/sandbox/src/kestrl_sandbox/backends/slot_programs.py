@@ -18,7 +18,7 @@ from kestrl_sandbox.backends.zygote import START_SECONDS
 from kestrl_sandbox.config import PoolConfig
 from kestrl_sandbox.contract import Capabilities, SandboxFailure
 from kestrl_sandbox.pool.cgroups import Cgroups, SlotCgroup
-from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, Slot, handshake, slot_sockets
+from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, SandboxSlot, handshake, slot_sockets
 
 CLOSE_SECONDS = 5.0
 
@@ -79,7 +79,7 @@ class SlotPrograms(ABC):
     def running(self) -> bool:
         return True
 
-    async def new_slot(self) -> Slot:
+    async def new_slot(self) -> SandboxSlot:
         """Starts the program of a slot.
 
         Raises:
@@ -122,7 +122,7 @@ class SlotPrograms(ABC):
         self._greeted(greeting)
         return slot
 
-    def kill_slot(self, slot: Slot) -> None:
+    def kill_slot(self, slot: SandboxSlot) -> None:
         """Kills what is left of a slot: the sandbox ends with the program that started it."""
         entry = self._processes.get(slot.number)
         if entry is not None:

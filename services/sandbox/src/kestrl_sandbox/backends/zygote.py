@@ -18,7 +18,7 @@ from kestrl_sandbox.contract import Capabilities, Isolation, SandboxFailure
 from kestrl_sandbox.inside import syscall_table
 from kestrl_sandbox.inside.frames import LEADER_ENDED, SANDBOX_BROKE
 from kestrl_sandbox.pool.cgroups import Cgroups, SlotCgroup
-from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, Slot, first_frame, handshake, make_cgroups, slot_sockets
+from kestrl_sandbox.pool.slots import EVIDENCE_SECONDS, SandboxSlot, first_frame, handshake, make_cgroups, slot_sockets
 
 log = logging.getLogger(__name__)
 NOBODY = 65534
@@ -131,8 +131,8 @@ class Zygote:
         except OSError:
             data = b""
         self._said += data
-        whole = len(self._said) // LEADER_ENDED.size * LEADER_ENDED.size
-        records, self._said = self._said[:whole], self._said[whole:]
+        complete_bytes = len(self._said) // LEADER_ENDED.size * LEADER_ENDED.size
+        records, self._said = self._said[:complete_bytes], self._said[complete_bytes:]
         for number, status in LEADER_ENDED.iter_unpack(records):
             leader = self._leaders.get(number)
             if leader is not None and not leader.done():
@@ -153,7 +153,7 @@ class Zygote:
         reports, _ = await asyncio.wait({leader}, timeout=EVIDENCE_SECONDS)
         return bool(reports) and leader.result() != SANDBOX_BROKE
 
-    async def new_slot(self) -> Slot:
+    async def new_slot(self) -> SandboxSlot:
         """Starts the leader of a slot.
 
         Raises:
@@ -194,7 +194,7 @@ class Zygote:
         cgroup.add(pid)
         return cgroup
 
-    def kill_slot(self, slot: Slot) -> None:
+    def kill_slot(self, slot: SandboxSlot) -> None:
         """Kills what is left of a slot."""
         self._leaders.pop(slot.number, None)
         if self.running:

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from kestrl_sandbox.checks.verdicts import PRELUDE, Check, Verdict, detail_of, problem_of
+from kestrl_sandbox.checks.verdicts import PRELUDE, Check, CheckVerdict, detail_of, problem_of
 from kestrl_sandbox.contract import Limits, Outcome, Run, Sandbox, SandboxFailure
 
 
-async def neighbours(sandbox: Sandbox) -> Verdict:
+async def neighbours(sandbox: Sandbox) -> CheckVerdict:
     """Two sandboxes at once: neither finds the other's files, processes, sockets or shared memory."""
     check = Check(area="tenancy", name="two sandboxes at once", code=_LOOK)
     started = time.monotonic()
@@ -20,7 +20,7 @@ async def neighbours(sandbox: Sandbox) -> Verdict:
     problem = problem_of(check, looking)
     if not problem and departures.stdout != b"left\n":
         problem = f"the neighbour did not run: {departures.stderr[-200:].decode(errors='replace')}"
-    return Verdict(check=check, problem=problem, detail=detail_of(looking), seconds=time.monotonic() - started)
+    return CheckVerdict(check=check, problem=problem, detail=detail_of(looking), seconds=time.monotonic() - started)
 
 
 _LEAVE = """
@@ -57,7 +57,7 @@ print('held')
 """
 
 
-async def orphans(sandbox: Sandbox) -> Verdict:
+async def orphans(sandbox: Sandbox) -> CheckVerdict:
     """One run after the other, each of which leaves a daemon that holds a name: the next ones find it free."""
     check = Check(area="processes", name="daemons of earlier runs", code=_STAY, outcomes=frozenset({Outcome.OK}))
     started = time.monotonic()
@@ -66,7 +66,7 @@ async def orphans(sandbox: Sandbox) -> Verdict:
         result = await sandbox.run(Run(code=PRELUDE + _STAY, limits=Limits(seconds=10)))
         problem = problem or problem_of(check, result)
     detail = detail_of(result) if result else ""
-    return Verdict(check=check, problem=problem, detail=detail, seconds=time.monotonic() - started)
+    return CheckVerdict(check=check, problem=problem, detail=detail, seconds=time.monotonic() - started)
 
 
 RUNS = 9
@@ -89,14 +89,14 @@ os._exit(0)
 """
 
 
-async def shortage(sandbox: Sandbox) -> Verdict:
+async def shortage(sandbox: Sandbox) -> CheckVerdict:
     """Two sandboxes at once: one takes all that it can of what the node counts, and the other needs some of each."""
     check = Check(area="node", name="a neighbour that needs them", code=_NEED, outcomes=frozenset({Outcome.OK}))
     started = time.monotonic()
     taking = asyncio.create_task(sandbox.run(Run(code=PRELUDE + _TAKE, limits=Limits(seconds=10))))
     needing = await sandbox.run(Run(code=PRELUDE + _NEED, limits=Limits(seconds=10)))
     await taking
-    return Verdict(
+    return CheckVerdict(
         check=check,
         problem=problem_of(check, needing),
         detail=detail_of(needing),
@@ -146,7 +146,7 @@ SESSIONS = {
 """What a call of a session does to the next one."""
 
 
-async def sessions(sandbox: Sandbox) -> AsyncIterator[Verdict]:
+async def sessions(sandbox: Sandbox) -> AsyncIterator[CheckVerdict]:
     """Hostile calls of sessions: each ends as its own, and the next is right or says that the session is gone."""
     for name, code in SESSIONS.items():
         check = Check(area="sessions", name=name, code=code)
@@ -162,4 +162,4 @@ async def sessions(sandbox: Sandbox) -> AsyncIterator[Verdict]:
             problem = str(error)
         finally:
             await session.close()
-        yield Verdict(check=check, problem=problem, seconds=time.monotonic() - started)
+        yield CheckVerdict(check=check, problem=problem, seconds=time.monotonic() - started)

@@ -63,7 +63,7 @@ def checks(area: str, programs: Mapping[str, str], **options: Any) -> list[Check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CheckVerdict:
     """Result of a check."""
 
     check: Check
@@ -78,23 +78,23 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Report:
+class CheckReport:
     """All verdicts."""
 
-    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    verdicts: list[CheckVerdict] = field(default_factory=list[CheckVerdict])
 
     @property
-    def breaches(self) -> list[Verdict]:
+    def breaches(self) -> list[CheckVerdict]:
         return [verdict for verdict in self.verdicts if not verdict.held]
 
 
-async def examine(sandbox: Sandbox, checks: Sequence[Check]) -> AsyncIterator[Verdict]:
+async def examine(sandbox: Sandbox, checks: Sequence[Check]) -> AsyncIterator[CheckVerdict]:
     """Runs the checks, one after the other."""
     for check in checks:
         yield await examine_one(sandbox, check)
 
 
-async def examine_one(sandbox: Sandbox, check: Check) -> Verdict:
+async def examine_one(sandbox: Sandbox, check: Check) -> CheckVerdict:
     """Runs a check, and an honest program after it."""
     started = time.monotonic()
     code = PRELUDE + check.code if check.language is Language.PYTHON else check.code
@@ -107,12 +107,12 @@ async def examine_one(sandbox: Sandbox, check: Check) -> Verdict:
     try:
         result = await sandbox.run(run)
     except SandboxFailure as error:  # whatever code does, it is no failure of the sandbox
-        return Verdict(check=check, problem=str(error), seconds=time.monotonic() - started)
+        return CheckVerdict(check=check, problem=str(error), seconds=time.monotonic() - started)
     problem = problem_of(check, result)
     after = await sandbox.run(Run(code="print(6 * 7)"))
     if not problem and after.stdout != b"42\n":
         problem = f"an honest program afterwards: {after.outcome}, {after.stderr[-200:]!r}"
-    return Verdict(check=check, problem=problem, detail=detail_of(result), seconds=time.monotonic() - started)
+    return CheckVerdict(check=check, problem=problem, detail=detail_of(result), seconds=time.monotonic() - started)
 
 
 def problem_of(check: Check, result: Result) -> str:

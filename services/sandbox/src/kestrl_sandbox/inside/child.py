@@ -126,10 +126,10 @@ def reason_unprepared(child: Child) -> str:
     poll.register(child.prepared, select.POLLIN)
     if not poll.poll(PREPARE_SECONDS * 1000):
         return f"it was not prepared within {PREPARE_SECONDS:g} s"
-    said = os.read(child.prepared, 1)
+    signal_byte = os.read(child.prepared, 1)
     os.close(child.prepared)
     child.prepared = -1
-    if said:
+    if signal_byte:
         return ""
     _, status = os.waitpid(child.pid, 0)
     try:
@@ -181,10 +181,10 @@ def _work(control: socket.socket, memory: mmap.mmap) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
         if request["language"] == "bash":
             payload.exec_bash(code)
-        ended = payload.run_python(code, module, request["echo"])
-        if ended.memory:
+        ending = payload.run_python(code, module, request["echo"])
+        if ending.memory:
             memory[0] = 1
-        os._exit(payload.finish(ended.status))
+        os._exit(payload.finish(ending.status))
     # A process that the code forks reports nothing, and takes no later cell.
     os.register_at_fork(after_in_child=control.close)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -199,15 +199,15 @@ def _work(control: socket.socket, memory: mmap.mmap) -> None:
             payload.restore_streams(streams)
         resource.setrlimit(resource.RLIMIT_AS, (request["memory"], hard))
         if request["language"] == "bash":
-            ended = Ended(payload.run_bash(code))
+            ending = Ended(payload.run_bash(code))
         else:
-            ended = payload.run_python(code, module, request["echo"])
+            ending = payload.run_python(code, module, request["echo"])
         if os.getpid() != pid:  # a process that the code has forked, which ends as one of a program does
-            os._exit(payload.finish(ended.status))
+            os._exit(payload.finish(ending.status))
         if not payload.settle_streams(streams):
             streams = None
         try:
-            reports.send(control, ended, bytes.fromhex(request["number"]))
+            reports.send(control, ending, bytes.fromhex(request["number"]))
         except OSError:
             os.write(2, b"the code has closed the connection of its session\n")
             return

@@ -32,7 +32,7 @@ KILL_SECONDS = 0.001
 
 
 @dataclass(slots=True)
-class Output:
+class CapturedStream:
     """One output stream: what is kept, and how much there was."""
 
     limit: int
@@ -51,7 +51,7 @@ class Execution:
         self, connection: socket.socket, child: Child, header: Mapping[str, Any], limits: Mapping[str, Any]
     ) -> None:
         self.connection, self.child, self.limits = connection, child, limits
-        self.stdout, self.stderr = Output(header["output_limit"]), Output(header["output_limit"])
+        self.stdout, self.stderr = CapturedStream(header["output_limit"]), CapturedStream(header["output_limit"])
         self.started = time.monotonic()
         self.deadline = self.started + header["timeout"]
         self.memory = header["memory_mb"] << 20
@@ -161,13 +161,13 @@ class Execution:
     def _write(self, descriptor: int, event: int) -> None:
         remaining = self._feeds[descriptor]
         try:
-            sent = 0 if event & select.POLLERR else os.write(descriptor, remaining[:CHUNK])
+            count = 0 if event & select.POLLERR else os.write(descriptor, remaining[:CHUNK])
         except BlockingIOError:
             return
         except BrokenPipeError:
-            sent = 0
-        self._feeds[descriptor] = remaining[sent:]
-        if not sent or sent == len(remaining):
+            count = 0
+        self._feeds[descriptor] = remaining[count:]
+        if not count or count == len(remaining):
             self._end_feed(descriptor)
 
     def _end_feed(self, descriptor: int) -> None:
@@ -186,11 +186,11 @@ class Execution:
         if not packet:
             self._poll.unregister(self.child.control)
             return False  # its process has ended, which the pidfd reports, or has closed it
-        ended = reports.decode(packet, self._number) if self.session and sender == self.child.pid else None
-        if ended is None:
+        ending = reports.decode(packet, self._number) if self.session and sender == self.child.pid else None
+        if ending is None:
             return False
-        self.code, self.display, self.error = ended.status, ended.display, ended.error
-        if ended.memory:
+        self.code, self.display, self.error = ending.status, ending.display, ending.error
+        if ending.memory:
             self.kind = "memory"
         self.finished_cell = True
         return True

@@ -73,9 +73,9 @@ def _make_folders(base: int, path: str) -> None:
                 os.mkdir(name, 0o755, dir_fd=folder)
             except FileExistsError:
                 pass
-            inner = open_beneath(folder, name, os.O_PATH | os.O_DIRECTORY)
+            subfolder = open_beneath(folder, name, os.O_PATH | os.O_DIRECTORY)
             os.close(folder)
-            folder = inner
+            folder = subfolder
     finally:
         os.close(folder)
 

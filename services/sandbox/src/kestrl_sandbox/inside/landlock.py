@@ -29,7 +29,7 @@ _SCOPED = 0b11
 def abi() -> int:
     """Version of Landlock; 0 without it."""
     try:
-        return syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1), what="landlock")
+        return syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1), call="landlock")
     except OSError as error:
         if error.errno in {errno.ENOSYS, errno.EOPNOTSUPP}:
             return 0
@@ -52,7 +52,7 @@ def restrict(version: int, *, readable: Sequence[str], writable: Sequence[str], 
     attr = struct.pack("=QQQ", handled, _TCP if version >= 4 else 0, _SCOPED if version >= SCOPES else 0)
     size = 8 if version < 4 else 16 if version < SCOPES else 24
     ruleset = syscall(
-        _CREATE, ctypes.create_string_buffer(attr), ctypes.c_size_t(size), ctypes.c_uint(0), what="landlock_create"
+        _CREATE, ctypes.create_string_buffer(attr), ctypes.c_size_t(size), ctypes.c_uint(0), call="landlock_create"
     )
     try:
         for path in readable:
@@ -61,7 +61,7 @@ def restrict(version: int, *, readable: Sequence[str], writable: Sequence[str], 
             _allow(ruleset, path, handled & ~_IOCTL_DEV)
         for path in devices:
             _allow(ruleset, path, handled & _FILE_ONLY & ~1)
-        syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(0), what="landlock_restrict_self")
+        syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(0), call="landlock_restrict_self")
     finally:
         os.close(ruleset)
 
@@ -70,6 +70,6 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         rule = ctypes.create_string_buffer(struct.pack("=Qi", access, folder))
-        syscall(_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0), what=f"landlock_add_rule {path}")
+        syscall(_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0), call=f"landlock_add_rule {path}")
     finally:
         os.close(folder)

@@ -43,19 +43,19 @@ def shortened(text: str, limit: int) -> bytes:
     return beginning.encode("utf-8", "backslashreplace")[:limit].decode("utf-8", "ignore").encode()
 
 
-def encode(ended: Ended, number: bytes) -> bytes:
+def encode(ending: Ended, number: bytes) -> bytes:
     """The packet for the end of a cell."""
     kind, texts = _NOTHING, [b"", b"", b""]
-    if ended.error is not None:
+    if ending.error is not None:
         kind = _ERROR
         texts = [
-            shortened(ended.error["type"], LONGEST_NAME),
-            shortened(ended.error["text"], LONGEST_SUMMARY),
-            shortened(ended.error["traceback"], LONGEST_TEXT),
+            shortened(ending.error["type"], LONGEST_NAME),
+            shortened(ending.error["text"], LONGEST_SUMMARY),
+            shortened(ending.error["traceback"], LONGEST_TEXT),
         ]
-    elif ended.display is not None:
-        kind, texts[2] = _DISPLAY, shortened(ended.display, LONGEST_TEXT)
-    head = _HEAD.pack(number, ended.status & 0xFF, ended.memory, kind, *map(len, texts))
+    elif ending.display is not None:
+        kind, texts[2] = _DISPLAY, shortened(ending.display, LONGEST_TEXT)
+    head = _HEAD.pack(number, ending.status & 0xFF, ending.memory, kind, *map(len, texts))
     return head + b"".join(texts)
 
 
@@ -63,8 +63,8 @@ def decode(packet: bytes, number: bytes) -> Ended | None:
     """The end of the cell with this number; None for a packet that is anything else."""
     if len(packet) < _HEAD.size:
         return None
-    shown, status, memory, kind, *lengths = _HEAD.unpack_from(packet)
-    if shown != number or kind > _ERROR or sum(lengths) != len(packet) - _HEAD.size:
+    packet_number, status, memory, kind, *lengths = _HEAD.unpack_from(packet)
+    if packet_number != number or kind > _ERROR or sum(lengths) != len(packet) - _HEAD.size:
         return None
     texts: list[str] = []
     offset = _HEAD.size
@@ -101,16 +101,16 @@ def receive(connection: socket.socket) -> tuple[bytes, int]:
     return (b"\0" if flags & socket.MSG_TRUNC else packet), pid
 
 
-def send(connection: socket.socket, ended: Ended, number: bytes) -> None:
+def send(connection: socket.socket, ending: Ended, number: bytes) -> None:
     """Sends a report, without its texts where the kernel has no room for them.
 
     Raises:
         OSError: The connection is closed.
     """
     try:
-        connection.sendall(encode(ended, number))
+        connection.sendall(encode(ending, number))
     except OSError:
-        connection.sendall(encode(Ended(ended.status, ended.memory), number))
+        connection.sendall(encode(Ended(ending.status, ending.memory), number))
 
 
 def new_number() -> bytes:

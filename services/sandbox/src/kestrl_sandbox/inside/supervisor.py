@@ -67,8 +67,8 @@ def run(
     if not alive:
         execution.end_all()
     execution.drain()
-    found, content = files.read_all(header["fetch"], header["max_file"])
-    answer = execution.answer() | {"files": found, "alive": alive}
+    fetched, content = files.read_all(header["fetch"], header["max_file"])
+    answer = execution.answer() | {"files": fetched, "alive": alive}
     return answer, bytes(execution.stdout.kept + execution.stderr.kept) + content, alive
 
 

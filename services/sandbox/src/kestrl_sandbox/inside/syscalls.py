@@ -56,17 +56,17 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def checked(result: int, what: str) -> int:
+def checked(result: int, call: str) -> int:
     """Returns the result of a libc function, or raises its errno."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
-def syscall(number: int, *arguments: object, what: str) -> int:
+def syscall(number: int, *arguments: object, call: str) -> int:
     """Makes a system call."""
-    return checked(_libc.syscall(ctypes.c_long(number), *arguments), what)
+    return checked(_libc.syscall(ctypes.c_long(number), *arguments), call)
 
 
 def unshare(flags: int) -> None:
@@ -98,7 +98,7 @@ def restrict_mount(target: str, attributes: int) -> None:
         ctypes.c_uint(AT_RECURSIVE),
         attr,
         ctypes.c_size_t(32),
-        what=f"mount_setattr {target}",
+        call=f"mount_setattr {target}",
     )
 
 
@@ -107,7 +107,7 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    syscall(_NUMBERS["pivot_root"], new.encode(), old.encode(), what="pivot_root")
+    syscall(_NUMBERS["pivot_root"], new.encode(), old.encode(), call="pivot_root")
 
 
 def set_hostname(name: str) -> None:
@@ -133,13 +133,13 @@ def drop_capabilities() -> None:
             raise
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
-    syscall(_NUMBERS["capset"], header, data, what="capset")
+    syscall(_NUMBERS["capset"], header, data, call="capset")
 
 
 def _has_openat2() -> bool:
-    how = ctypes.create_string_buffer(struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, 0))
+    open_how = ctypes.create_string_buffer(struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, 0))
     try:
-        descriptor = syscall(_OPENAT2, ctypes.c_int(AT_FDCWD), b"/", how, ctypes.c_size_t(24), what="openat2")
+        descriptor = syscall(_OPENAT2, ctypes.c_int(AT_FDCWD), b"/", open_how, ctypes.c_size_t(24), call="openat2")
     except OSError as error:
         if error.errno == errno.ENOSYS:
             return False
@@ -162,9 +162,9 @@ def _walk_beneath(folder: int, path: str, flags: int, mode: int) -> int:
         for part in folders:
             if stat.S_ISLNK(os.stat(part, dir_fd=current, follow_symlinks=False).st_mode):
                 raise OSError(errno.ELOOP, "is a symbolic link")
-            inner = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            subfolder = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
             os.close(current)
-            current = inner
+            current = subfolder
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=current)
     finally:
         os.close(current)
@@ -175,5 +175,7 @@ def open_beneath(folder: int, path: str, flags: int, mode: int = 0) -> int:
     if not HAS_OPENAT2:
         return _walk_beneath(folder, path, flags | os.O_CLOEXEC, mode)
     resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
-    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve))
-    return syscall(_OPENAT2, ctypes.c_int(folder), os.fsencode(path), how, ctypes.c_size_t(24), what=f"open {path!r}")
+    open_how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve))
+    return syscall(
+        _OPENAT2, ctypes.c_int(folder), os.fsencode(path), open_how, ctypes.c_size_t(24), call=f"open {path!r}"
+    )

@@ -24,7 +24,7 @@ def result_of(run: Run, header: Mapping[str, Any], body: bytes, *, memory_killed
         return Result(outcome=Outcome.NONZERO_EXIT, message=GONE)
     stdout, stderr = header["stdout"], header["stderr"]
     outcome, message = outcome_of(run, kind, header["code"], memory_killed=memory_killed)
-    files, missing = _files(run, header["files"], body[stdout + stderr :])
+    files, unfetched = _files(run, header["files"], body[stdout + stderr :])
     return Result(
         outcome=outcome,
         message=message,
@@ -36,7 +36,7 @@ def result_of(run: Run, header: Mapping[str, Any], body: bytes, *, memory_killed
         stderr_truncated=header["stderr_total"] > stderr,
         seconds=header["seconds"],
         files=files,
-        missing=missing,
+        missing=unfetched,
         display=header["display"],
         error=header["error"],
     )
@@ -93,12 +93,12 @@ def out_of_memory(run: Run) -> Result:
 
 def _files(run: Run, entries: list[Mapping[str, Any]], content: bytes) -> tuple[dict[str, bytes], dict[str, str]]:
     files: dict[str, bytes] = {}
-    missing: dict[str, str] = {}
+    unfetched: dict[str, str] = {}
     offset = 0
     for path, entry in zip(run.fetch, entries, strict=True):
         if entry["error"]:
-            missing[path] = entry["error"]
+            unfetched[path] = entry["error"]
             continue
         files[path] = content[offset : offset + entry["size"]]
         offset += entry["size"]
-    return files, missing
+    return files, unfetched

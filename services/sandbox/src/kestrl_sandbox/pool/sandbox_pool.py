@@ -169,11 +169,11 @@ class SandboxPool:
             UserInputError: It cannot be run.
         """
         run.check()
-        memory_mb, most = run.limits.memory_mb, self._config.memory_mb
+        memory_mb, limit = run.limits.memory_mb, self._config.memory_mb
         if memory_mb is None:
-            return replace(run, limits=replace(run.limits, memory_mb=most))
-        if memory_mb > most:
-            raise UserInputError(f"memory_mb: the sandboxes have at most {most}, {memory_mb} were asked for")
+            return replace(run, limits=replace(run.limits, memory_mb=limit))
+        if memory_mb > limit:
+            raise UserInputError(f"memory_mb: the sandboxes have at most {limit}, {memory_mb} were asked for")
         return run
 
     @asynccontextmanager

@@ -57,7 +57,7 @@ async def never_from_outside() -> bool:
     return False
 
 
-class Slot:
+class SandboxSlot:
     """One connection; runs one request at a time.
 
     Whether an end without an answer is the sandbox's own failure or the code's doing, evidence from outside of the
@@ -185,7 +185,7 @@ async def handshake(
     seconds: float,
     single_use: bool = False,
     ended_from_outside: Evidence = never_from_outside,
-) -> tuple[Slot, dict[str, Any]]:
+) -> tuple[SandboxSlot, dict[str, Any]]:
     """Waits for the greeting of a slot's process, on a socket of `slot_sockets`, and puts it into its cgroup, before it
     forks.
 
@@ -206,7 +206,7 @@ async def handshake(
     except BaseException:
         connection.close()
         raise
-    slot = Slot(number, reader, writer, cgroup, single_use=single_use, ended_from_outside=ended_from_outside)
+    slot = SandboxSlot(number, reader, writer, cgroup, single_use=single_use, ended_from_outside=ended_from_outside)
     return slot, greeting
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from kestrl.tools import WarmPool
-from kestrl_sandbox.remote.cluster_api import Pod
+from kestrl_sandbox.remote.cluster_api import OwnPod
 
 CLAIMS = "extensions.agents.x-k8s.io/v1beta1/sandboxclaims"
 SANDBOXES = "agents.x-k8s.io/v1beta1/sandboxes"
@@ -20,7 +20,7 @@ NEVER_BOUND = frozenset({"WarmPoolNotFound", "TemplateNotFound", "InvalidMetadat
 """Reasons of a claim's condition Ready that waiting does not change."""
 
 
-class Condition(BaseModel):
+class ClaimCondition(BaseModel):
     type: str
     status: str
     reason: str = ""
@@ -37,15 +37,15 @@ class BoundSandbox(BaseModel):
 class ClaimStatus(BaseModel):
     """Status of a SandboxClaim."""
 
-    conditions: list[Condition] = []
+    conditions: list[ClaimCondition] = []
     sandbox: BoundSandbox = BoundSandbox()
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> ClaimStatus:
-        return cls.model_validate(found.get("status") or {})
+    def of(cls, claim: Mapping[str, Any]) -> ClaimStatus:
+        return cls.model_validate(claim.get("status") or {})
 
     @property
-    def ready(self) -> Condition | None:
+    def ready(self) -> ClaimCondition | None:
         return next((item for item in self.conditions if item.type == "Ready"), None)
 
     @property
@@ -73,7 +73,7 @@ def claim_name(pod: str) -> str:
     return f"{pod[:46].rstrip('-.')}-{secrets.token_hex(8)}"
 
 
-def claim(name: str, pod: Pod, pool: WarmPool, now: datetime) -> dict[str, Any]:
+def claim(name: str, pod: OwnPod, pool: WarmPool, now: datetime) -> dict[str, Any]:
     """A SandboxClaim that ends with the pod of the tool service, and at its `shutdownTime` at the latest."""
     end = now + timedelta(seconds=pool.keep_seconds)
     return {

@@ -34,7 +34,7 @@ from kestrl_sandbox.remote.claim_objects import (
     claim_name,
     runtime_class_of,
 )
-from kestrl_sandbox.remote.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, Pod
+from kestrl_sandbox.remote.cluster_api import ApiRefused, ClusterApi, ClusterUnreachable, OwnPod
 from kestrl_sandbox.remote.remote_slot import HEARTBEAT_SECONDS, RemoteSlot
 from kestrl_sandbox.remote.wire import MAX_MESSAGE, SLOT_PATH, Greeting
 
@@ -88,7 +88,7 @@ class ClaimedSandboxes:
             UserInputError: This process runs in no pod of a cluster, or the pool does not fit the config.
             SandboxFailure: No sandbox could be claimed.
         """
-        self = cls(ClusterApi(Pod.here()), pool, config.memory_mb)
+        self = cls(ClusterApi(OwnPod.here()), pool, config.memory_mb)
         try:
             await self._delete_left()
             self._first = await self._claimed(first=True)
@@ -200,8 +200,8 @@ class ClaimedSandboxes:
     def _known_tokens(self) -> list[str]:
         """The present token, and those before it: pods of the pool have the one with which they began."""
         if self._pool.read_token is not None:
-            present = self._pool.read_token()
-            self._tokens = [present, *(token for token in self._tokens if token != present)][:MAX_TOKENS]
+            current = self._pool.read_token()
+            self._tokens = [current, *(token for token in self._tokens if token != current)][:MAX_TOKENS]
         return self._tokens
 
     async def _connected(self, url: str, token: str) -> aiohttp.ClientWebSocketResponse | None:
@@ -268,15 +268,15 @@ class ClaimedSandboxes:
         Raises:
             SandboxFailure: It is isolated less or otherwise, or has less memory: the pool has changed.
         """
-        least = self.capabilities.isolation
+        required = self.capabilities.isolation
         if (
-            STRENGTH[greeting.isolation] < STRENGTH[least]
+            STRENGTH[greeting.isolation] < STRENGTH[required]
             or runtime != self._runtime
             or greeting.memory_mb < self._memory_mb
         ):
             raise SandboxFailure(
                 f"the pool {self._pool.name} has changed: a sandbox isolates by {greeting.isolation} under "
-                f"{_runtime_text(runtime)} with {greeting.memory_mb} MB, and {least} under "
+                f"{_runtime_text(runtime)} with {greeting.memory_mb} MB, and {required} under "
                 f"{_runtime_text(self._runtime)} with {self._memory_mb} MB were found and asked for when the tool "
                 "service started",
                 code="sandbox_pool_changed",

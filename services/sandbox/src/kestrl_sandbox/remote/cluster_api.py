@@ -38,7 +38,7 @@ class ApiRefused(SandboxFailure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class OwnPod:
     """This pod: its place, and how it reaches the API server."""
 
     namespace: str
@@ -52,7 +52,7 @@ class Pod:
     """Certificate of the API server's authority; None for plain HTTP."""
 
     @classmethod
-    def here(cls) -> Pod:
+    def here(cls) -> OwnPod:
         """The pod that this process runs in.
 
         Raises:
@@ -78,7 +78,7 @@ class Pod:
 class ClusterApi:
     """A client for objects of the pod's namespace."""
 
-    def __init__(self, pod: Pod) -> None:
+    def __init__(self, pod: OwnPod) -> None:
         secure = True if pod.authority is None else ssl.create_default_context(cafile=str(pod.authority))
         self.pod = pod
         self._session = aiohttp.ClientSession(

@@ -227,18 +227,18 @@ async def _notebook(session: SandboxSession, body: JupyterRequest) -> dict[str, 
         if last.outcome is Outcome.TIMEOUT:
             break
         cells.append(_cell(last))
-    done = last.outcome is not Outcome.TIMEOUT
+    finished = last.outcome is not Outcome.TIMEOUT
     return {
-        "status": "Success" if done else "Failed",
-        "message": "" if done else last.message,
+        "status": "Success" if finished else "Failed",
+        "message": "" if finished else last.message,
         "driver": {
-            "status": "Finished" if done else "TimeLimitExceeded",
+            "status": "Finished" if finished else "TimeLimitExceeded",
             "execution_time": loop.time() - started,
-            "return_code": 0 if done else None,
+            "return_code": 0 if finished else None,
             "stdout": "",
-            "stderr": "" if done else last.message,
+            "stderr": "" if finished else last.message,
         },
-        "cells": cells if done else [],
+        "cells": cells if finished else [],
         "executor_pod_name": socket.gethostname(),
         "files": _encoded(last.files),
         "outcome": last.outcome.value,

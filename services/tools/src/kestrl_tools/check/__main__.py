@@ -25,7 +25,7 @@ from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described
 from kestrl.tools import ToolError
 from kestrl.tools.provider import Kwargs
-from kestrl_tools.catalogue import Tool, field_of, providers_of
+from kestrl_tools.catalogue import JobTool, field_of, providers_of
 from kestrl_tools.environments.provider import EnvironmentProvider, is_environment, takes_turns
 from kestrl_tools.lifecycle import loaded, start
 from kestrl_tools.process.provider import ProcessProvider
@@ -57,9 +57,9 @@ async def _check(settings: ToolsCheck) -> dict[str, Any]:
     entries = list(enumerate(settings.tools.tools))
     away = {index: place for index, entry in entries if (place := await asyncio.to_thread(unresolved, entry))}
     fields = [field_of(index, entry) for index, entry in entries if index not in away]
-    present = [entry for index, entry in entries if index not in away]
+    reachable = [entry for index, entry in entries if index not in away]
     threads = ToolThreads()
-    async with loaded(present, threads, folder=folder, fields=fields) as tools:
+    async with loaded(reachable, threads, folder=folder, fields=fields) as tools:
         for provider in filter(is_environment, providers_of(tools)):
             await start(provider)
         sessions = Sessions(
@@ -92,7 +92,7 @@ class Trial(NamedTuple):
 
 
 async def _trials(
-    tools: Mapping[str, Tool], sessions: Sessions, data: Mapping[str, DataSettings]
+    tools: Mapping[str, JobTool], sessions: Sessions, data: Mapping[str, DataSettings]
 ) -> AsyncGenerator[Trial]:
     """Opens and ends one session of each environment with a prompt or a reward of its own, for the first row that
     offers it. What `start_service` prepares is not made here: environments that need it are left out.
@@ -101,7 +101,9 @@ async def _trials(
         row = next(_offering(name, names, data), None)
         if row is None:
             continue
-        kwargs = {key: each for key, each in row_kwargs(tools, row.scenario).items() if key in (name, *names)}
+        kwargs = {
+            key: entry_kwargs for key, entry_kwargs in row_kwargs(tools, row.scenario).items() if key in (name, *names)
+        }
         opening = Opening(episode_id=row.place, tools=names, kwargs=kwargs, lifetime=TRIAL_SECONDS)
         try:
             await sessions.prompt(name, opening)
@@ -116,11 +118,11 @@ async def _trials(
             await sessions.close(name)
 
 
-def _field(tools: Mapping[str, Tool], names: Sequence[str]) -> str:
+def _field(tools: Mapping[str, JobTool], names: Sequence[str]) -> str:
     return "spec.environment" if is_environment(tools[names[0]].provider) else "spec.tools"
 
 
-def _tried(tools: Mapping[str, Tool]) -> dict[str, list[str]]:
+def _tried(tools: Mapping[str, JobTool]) -> dict[str, list[str]]:
     """Names of the tools of each environment that is tried."""
     environments: dict[str, list[str]] = {}
     for tool in tools.values():
@@ -131,7 +133,7 @@ def _tried(tools: Mapping[str, Tool]) -> dict[str, list[str]]:
     return environments
 
 
-def _rewarded(tools: Mapping[str, Tool]) -> set[str]:
+def _rewarded(tools: Mapping[str, JobTool]) -> set[str]:
     """Environments with a `get_reward()`."""
     providers = (tool.provider for tool in tools.values())
     return {
@@ -148,7 +150,7 @@ def _offering(environment: str, names: Sequence[str], data: Mapping[str, DataSet
                 yield row
 
 
-def _undescribed(tools: Mapping[str, Tool]) -> Iterator[str]:
+def _undescribed(tools: Mapping[str, JobTool]) -> Iterator[str]:
     """Warnings for Python tools of which the model sees a name and nothing else; texts of servers are not ours."""
     for tool in tools.values():
         if isinstance(tool.provider, PythonProvider) and not tool.schema.description.strip():
@@ -176,7 +178,7 @@ def unresolved(entry: ToolEntry) -> tuple[str, str] | None:
     return None
 
 
-def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
+def _found(settings: ToolsCheck, tools: Mapping[str, JobTool]) -> dict[str, Any]:
     return {
         "tools": [
             {
@@ -192,7 +194,7 @@ def _found(settings: ToolsCheck, tools: Mapping[str, Tool]) -> dict[str, Any]:
     }
 
 
-def _misfits(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
+def _misfits(tools: Mapping[str, JobTool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
     """The agent loop of each row that does not fit, and the problem."""
     for file in settings.data.values():
         for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
@@ -204,7 +206,7 @@ def _misfits(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple[
                     yield row.scenario.agent, f"{row.place}: {error}"
 
 
-def _unusable(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
+def _unusable(tools: Mapping[str, JobTool], settings: ToolsCheck) -> Iterator[tuple[str, str]]:
     """The agent loop of each row whose `create_kwargs` a tool's own check refuses, and why; equal ones are checked once
     and reported at the first row.
     """
@@ -213,17 +215,20 @@ def _unusable(tools: Mapping[str, Tool], settings: ToolsCheck) -> Iterator[tuple
         for provider in providers_of(tools)
         if isinstance(provider, PythonProvider) and provider.row_check is not None
     }
-    seen: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str]] = set()
     for file in settings.data.values() if checks else ():
         for row in read_rows(Path(file.path), size=file.size, promptless=file.promptless):
             for name, kwargs in row_kwargs(tools, row.scenario).items():
                 arguments = with_paths(given({name: kwargs}, name, "create_kwargs"), settings.tools.files)
-                if any(isinstance(each, str) and PinnedFile.read(each) is not None for each in arguments.values()):
+                if any(
+                    isinstance(argument, str) and PinnedFile.read(argument) is not None
+                    for argument in arguments.values()
+                ):
                     continue  # not on this machine, which is a warning, or not listed, which is a problem of the row
                 key = (name, json.dumps(arguments, sort_keys=True))
-                if name not in checks or key in seen:
+                if name not in checks or key in checked:
                     continue
-                seen.add(key)
+                checked.add(key)
                 if refusal := _refusal(checks[name], arguments):
                     yield row.scenario.agent, f"{row.place}: {name}: create_kwargs: {refusal}"
 

@@ -15,7 +15,7 @@ from kestrl.errors import KestrlError, UserInputError, described
 from kestrl.tools import ToolError, ToolResult
 from kestrl.tools.provider import Kwargs, ProviderSession
 from kestrl.tools.shapes import is_list, is_mapping
-from kestrl_tools.catalogue import Tool, providers_of
+from kestrl_tools.catalogue import JobTool, providers_of
 from kestrl_tools.environments.provider import EnvironmentProvider, EnvironmentSession
 from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.rows import given, row_kwargs
@@ -44,7 +44,9 @@ async def _check(settings: PlaysCheck, rows: Sequence[DataRow]) -> dict[str, Any
     folder = next(iter(settings.tools.python_path), None)
     async with loaded(settings.tools.tools, threads, folder=folder) as tools:
         await start_all(tools)
-        environment = next((each for each in providers_of(tools) if isinstance(each, EnvironmentProvider)), None)
+        environment = next(
+            (provider for provider in providers_of(tools) if isinstance(provider, EnvironmentProvider)), None
+        )
         if environment is not None:
             stage = _Environment(environment, tools, settings.tools.call_seconds)
             return {"rows": [await stage.row(row) for row in rows]}
@@ -58,7 +60,7 @@ async def _check(settings: PlaysCheck, rows: Sequence[DataRow]) -> dict[str, Any
         return {"rows": [await _of_tools(tools, sessions, row) for row in rows]}
 
 
-async def _of_tools(tools: Mapping[str, Tool], sessions: Sessions, row: DataRow) -> dict[str, Any]:
+async def _of_tools(tools: Mapping[str, JobTool], sessions: Sessions, row: DataRow) -> dict[str, Any]:
     """The plays of a job without an environment: tools are not called, and answers are the judge's to make."""
     plays: dict[str, list[Play]] = {NOTHING: [], TRYING: []}
     stateful = any(tool.provider.has_state for tool in tools.values())
@@ -88,7 +90,7 @@ async def _of_tools(tools: Mapping[str, Tool], sessions: Sessions, row: DataRow)
 class _Environment:
     """Plays of a job's environment."""
 
-    def __init__(self, provider: EnvironmentProvider, tools: Mapping[str, Tool], seconds: float) -> None:
+    def __init__(self, provider: EnvironmentProvider, tools: Mapping[str, JobTool], seconds: float) -> None:
         self._provider, self._tools, self._seconds = provider, tools, seconds
 
     async def row(self, row: DataRow) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class _Environment:
             "ordinal": row.scenario.ordinal,
             "place": row.place,
             "plays": plays,
-            "prompt": "\n".join(said["content"] for said in row.scenario.messages),
+            "prompt": "\n".join(message["content"] for message in row.scenario.messages),
             "solution": solution,
             "apart": apart,
             "answers": False,
@@ -128,20 +130,20 @@ class _Environment:
 
     def _expected(self, row: DataRow) -> list[Any] | None:
         """The ground truth of a row as a turn, where the environment takes turns and names no solution."""
-        wanted = row.scenario.ground_truth
-        usable = isinstance(wanted, str | int | float) and not isinstance(wanted, bool)
-        return [str(wanted)] if usable and self._provider.acts else None
+        ground_truth = row.scenario.ground_truth
+        usable = isinstance(ground_truth, str | int | float) and not isinstance(ground_truth, bool)
+        return [str(ground_truth)] if usable and self._provider.acts else None
 
-    async def _apart(self, kwargs: Kwargs, alone: Play, turns: Sequence[Any]) -> bool:
+    async def _apart(self, kwargs: Kwargs, undisturbed: Play, turns: Sequence[Any]) -> bool:
         """Whether an episode without a turn ends as it does alone while another one of the row is played."""
-        if "failure" in alone:
+        if "failure" in undisturbed:
             return True
         try:
             async with asyncio.timeout(4 * self._seconds):
                 quiet = await self._provider.open(kwargs)
                 try:
                     await self._play(kwargs, turns)
-                    return bool({self._provider.name: await quiet.state()} == alone["environments"])
+                    return bool({self._provider.name: await quiet.state()} == undisturbed["environments"])
                 finally:
                     await quiet.close()
         except (KestrlError, ToolError, TimeoutError):
@@ -154,8 +156,8 @@ class _Environment:
                 try:
                     await _take(session, turns)
                     state = {self._provider.name: await session.state()}
-                    said = [turn if isinstance(turn, str) else "" for turn in turns]
-                    return {"prompt": session.prompt, "turns": said or [""], "environments": state}
+                    texts = [turn if isinstance(turn, str) else "" for turn in turns]
+                    return {"prompt": session.prompt, "turns": texts or [""], "environments": state}
                 finally:
                     await session.close()
         except TimeoutError:

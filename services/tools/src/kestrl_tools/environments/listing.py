@@ -26,12 +26,12 @@ def main() -> int:
     out: Path = parser.parse_args().out
     request = json.load(sys.stdin)
     try:
-        listed = list(_rows(request))
+        rows = list(_rows(request))
     except (ValueError, TypeError, UserInputError) as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)  # noqa: T201 - read by the command
         return 2
-    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in listed), encoding="utf-8")
+    out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return 0
 
 

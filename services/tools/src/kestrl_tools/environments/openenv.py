@@ -175,11 +175,13 @@ class OpenEnv:
         fields, required = _fields(self._schema)
         if len(required) == 1 and fields[required[0]].get("type") == "string":
             return ""
-        shown = {
+        descriptions = {
             name: {key: part[key] for key in ("type", "description", "enum") if key in part}
             for name, part in fields.items()
         }
-        return f"Answer with one JSON object and nothing else. Its fields: {json.dumps(shown, ensure_ascii=False)}"
+        return (
+            f"Answer with one JSON object and nothing else. Its fields: {json.dumps(descriptions, ensure_ascii=False)}"
+        )
 
 
 def _check_task(url: str, reset: Mapping[str, Any], digest: str) -> None:
@@ -208,10 +210,10 @@ def _shown(observation: Any) -> str:
     """An observation as text: its only field of text, or all fields as JSON."""
     if not isinstance(observation, dict):
         return str(observation)
-    seen = {name: value for name, value in cast("dict[str, Any]", observation).items() if name not in HIDDEN}
-    if len(seen) == 1 and isinstance(only := next(iter(seen.values())), str):
+    visible = {name: value for name, value in cast("dict[str, Any]", observation).items() if name not in HIDDEN}
+    if len(visible) == 1 and isinstance(only := next(iter(visible.values())), str):
         return only
-    return json.dumps(seen, ensure_ascii=False, default=str)
+    return json.dumps(visible, ensure_ascii=False, default=str)
 
 
 def _awaited_schema(url: str, process: subprocess.Popen[bytes] | None, log: IO[bytes] | None) -> Mapping[str, Any]:

@@ -44,20 +44,20 @@ def rows(url: str, *, split: str | None, size: int | None) -> Iterator[dict[str,
         ValueError: The server offers no tasks, or not this split.
     """
     server = _server(url)
-    chosen = _split([str(each["name"]) for each in _asked(server, "splits")], split)
-    total = int(_asked(server, "num_tasks", {"split": chosen})["num_tasks"])
+    name = _split([str(split_record["name"]) for split_record in _asked(server, "splits")], split)
+    total = int(_asked(server, "num_tasks", {"split": name})["num_tasks"])
     if size is None and total > MOST_TASKS:
-        raise ValueError(f"split {chosen} has {total} tasks; give --size")
+        raise ValueError(f"split {name} has {total} tasks; give --size")
     stop = total if size is None else min(size, total)
     for start in range(0, stop, PAGE):
         end = min(start + PAGE, stop)
-        page = {"split": chosen, "start": start, "stop": end}
+        page = {"split": name, "start": start, "stop": end}
         tasks = _asked(server, "task_range", page)["tasks"]
         if not is_list(tasks) or len(tasks) != end - start:
-            raise ValueError(f"split {chosen}: it gave {len(tasks)} tasks from {start} on, and {page} were asked for")
+            raise ValueError(f"split {name}: it gave {len(tasks)} tasks from {start} on, and {page} were asked for")
         for index, task in enumerate(tasks, start):
-            reset = {"split": chosen, "index": index}
-            yield {"id": f"{chosen}-{index}", "reset": reset, "task": task, "digest": task_digest(task)}
+            reset = {"split": name, "index": index}
+            yield {"id": f"{name}-{index}", "reset": reset, "task": task, "digest": task_digest(task)}
 
 
 def task(url: str, split: str, index: int) -> object:
@@ -72,12 +72,12 @@ def _server(url: str) -> str:
     return f"{base}/{urllib.parse.quote(str(name))}"
 
 
-def _split(offered: Sequence[str], wanted: str | None) -> str:
+def _split(offered: Sequence[str], name: str | None) -> str:
     names = ", ".join(offered) or "none"
-    if wanted is not None:
-        if wanted not in offered:
-            raise ValueError(f"has no split {wanted}; its splits: {names}")
-        return wanted
+    if name is not None:
+        if name not in offered:
+            raise ValueError(f"has no split {name}; its splits: {names}")
+        return name
     if PREFERRED_SPLIT in offered:
         return PREFERRED_SPLIT
     if len(offered) != 1:

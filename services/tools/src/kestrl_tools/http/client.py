@@ -15,7 +15,7 @@ from kestrl._shared.backoff import Backoff
 from kestrl.data.charsets import charset_of
 from kestrl.errors import ToolFailure
 from kestrl_tools.http.egress import CheckedResolver, Egress
-from kestrl_tools.http.requests import Request
+from kestrl_tools.http.requests import HttpRequest
 from kestrl_tools.servers import ServerUnavailable
 
 CONNECT_SECONDS = 10.0
@@ -56,7 +56,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class FailedAttempt:
     """An attempt without a usable response."""
 
     reason: str
@@ -111,7 +111,7 @@ class HttpClient:
             await self._connector.close()
 
     async def ask(
-        self, session: aiohttp.ClientSession, request: Request, headers: Mapping[str, str], *, seconds: float
+        self, session: aiohttp.ClientSession, request: HttpRequest, headers: Mapping[str, str], *, seconds: float
     ) -> Response:
         """Sends a request until there is a response of the server about it, or the time is over.
 
@@ -154,36 +154,40 @@ class HttpClient:
         )
 
     async def _attempt(
-        self, session: aiohttp.ClientSession, request: Request, headers: Mapping[str, str]
-    ) -> Response | Attempt:
+        self, session: aiohttp.ClientSession, request: HttpRequest, headers: Mapping[str, str]
+    ) -> Response | FailedAttempt:
         try:
             response = await self._followed(session, request, headers)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Attempt(f"cannot be reached: {error}", may_repeat=True)
+            return FailedAttempt(f"cannot be reached: {error}", may_repeat=True)
         except aiohttp.ClientError as error:
-            return Attempt(f"the connection was lost: {type(error).__name__}: {error}", may_repeat=request.idempotent)
+            return FailedAttempt(
+                f"the connection was lost: {type(error).__name__}: {error}", may_repeat=request.idempotent
+            )
         if response.status != 429 and response.status < 500:
             return response
         may_repeat = request.idempotent or response.status in NOT_EXECUTED
-        return Attempt(f"answers with {response.status} {response.reason}", may_repeat, response.retry_after)
+        return FailedAttempt(f"answers with {response.status} {response.reason}", may_repeat, response.retry_after)
 
-    async def _followed(self, session: aiohttp.ClientSession, request: Request, headers: Mapping[str, str]) -> Response:
+    async def _followed(
+        self, session: aiohttp.ClientSession, request: HttpRequest, headers: Mapping[str, str]
+    ) -> Response:
         """The response after redirects; a host other than the request's gets no header of the manifest or the model."""
         origin, current = request.url.origin(), request
         for _ in range(MAX_REDIRECTS + 1):
             self._egress.check(current.url)
-            sent = {**current.headers, **headers} if current.url.origin() == origin else _of_body(current)
+            request_headers = {**current.headers, **headers} if current.url.origin() == origin else _of_body(current)
             async with session.request(
-                current.method, current.url, headers=sent, data=current.body, allow_redirects=False
+                current.method, current.url, headers=request_headers, data=current.body, allow_redirects=False
             ) as response:
                 location = response.headers.get("Location")
                 if response.status not in REDIRECTS or location is None:
-                    read = await self._read(response)
-                    return replace(read, authorized=current.url.origin() == origin)
+                    answer = await self._read(response)
+                    return replace(answer, authorized=current.url.origin() == origin)
                 current = self._redirected(current, response.status, location)
         raise self._unusable(request, f"more than {MAX_REDIRECTS} redirects")
 
-    def _redirected(self, request: Request, status: int, location: str) -> Request:
+    def _redirected(self, request: HttpRequest, status: int, location: str) -> HttpRequest:
         try:
             url = request.url.join(URL(location))
         except ValueError as error:
@@ -207,11 +211,11 @@ class HttpClient:
             retry_after=_seconds(response.headers.get("Retry-After")),
         )
 
-    def _unusable(self, request: Request, problem: str) -> ToolFailure:
+    def _unusable(self, request: HttpRequest, problem: str) -> ToolFailure:
         return ToolFailure(f"{self._name}: {request.method} {request.url.path}: {problem}", code="tool_result_invalid")
 
 
-def _of_body(request: Request) -> dict[str, str]:
+def _of_body(request: HttpRequest) -> dict[str, str]:
     return {"Content-Type": "application/json"} if request.body is not None else {}
 
 

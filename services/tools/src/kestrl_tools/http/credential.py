@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from kestrl_tools.http.client import Response
-from kestrl_tools.http.requests import Request
+from kestrl_tools.http.requests import HttpRequest
 
 UNAUTHORIZED = 401
 POLL_SECONDS = 0.5
@@ -22,10 +22,10 @@ class AcceptedRequest:
     """The last request that proves, by being repeated, whether the credential is accepted."""
 
     def __init__(self) -> None:
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._asking = asyncio.Lock()
 
-    def note(self, request: Request, response: Response, *, plain: bool) -> None:
+    def note(self, request: HttpRequest, response: Response, *, plain: bool) -> None:
         """Takes note of a response.
 
         Args:
@@ -36,7 +36,7 @@ class AcceptedRequest:
         if plain and request.method == "GET" and response.authorized and 200 <= response.status < 300:
             self._request = request
 
-    async def is_refused(self, ask: Callable[[Request], Awaitable[Response]]) -> bool:
+    async def is_refused(self, ask: Callable[[HttpRequest], Awaitable[Response]]) -> bool:
         """Whether a request that was accepted is refused now; False if none ever was.
 
         Args:

@@ -73,12 +73,12 @@ class Document:
         Raises:
             Unsupported: It is not an object, or its references are wrong or cyclic.
         """
-        seen: set[str] = set()
+        references: set[str] = set()
         while is_mapping(value) and "$ref" in value:
             reference = str(value["$ref"])
-            if reference in seen:
+            if reference in references:
                 raise Unsupported(f"the reference {reference} leads to itself")
-            seen.add(reference)
+            references.add(reference)
             value = self.resolve(reference)
         if not is_mapping(value):
             raise Unsupported("a part of it is not an object")

@@ -77,11 +77,11 @@ class Egress:
 
     def allows(self, host: str, address: str) -> bool:
         """Whether a connection to an address that the host's name has may be made."""
-        found = _address(address)
-        if found is None or _within(found, NEVER):
+        ip = _address(address)
+        if ip is None or _within(ip, NEVER):
             return False
         local = is_cluster_name(host)  # names that are private by their form, so that the manifest lists them as such
-        return local or _is_public(found) or _within(found, self._private)
+        return local or _is_public(ip) or _within(ip, self._private)
 
 
 class CheckedResolver(AbstractResolver):
@@ -100,10 +100,10 @@ class CheckedResolver(AbstractResolver):
             EgressDenied: It has none that may be connected to.
             OSError: It cannot be resolved.
         """
-        found = await self._names.resolve(host, port, family)
-        allowed = [item for item in found if self._egress.allows(host, item["host"])]
-        if found and not allowed:
-            addresses = ", ".join(sorted({item["host"] for item in found}))
+        resolved = await self._names.resolve(host, port, family)
+        allowed = [item for item in resolved if self._egress.allows(host, item["host"])]
+        if resolved and not allowed:
+            addresses = ", ".join(sorted({item["host"] for item in resolved}))
             raise EgressDenied(
                 f"a request to {host} is refused: it has the address {addresses}, which is not public; if that is "
                 "intended, add its network to http.privateNetworks"
@@ -120,12 +120,12 @@ def _folded(host: str) -> str:
 
 def _address(text: str) -> Address | None:
     try:
-        found = ip_address(text.partition("%")[0])
+        ip = ip_address(text.partition("%")[0])
     except ValueError:
         return None
-    if found.version == 6 and _within(found, EMBEDDING):
-        return IPv4Address(int(found) & 0xFFFFFFFF)
-    return found
+    if ip.version == 6 and _within(ip, EMBEDDING):
+        return IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip
 
 
 def _within(address: Address, networks: Sequence[Network]) -> bool:

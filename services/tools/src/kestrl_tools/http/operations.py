@@ -13,7 +13,7 @@ from kestrl.errors import UserInputError
 from kestrl.tools.shapes import is_list, is_mapping
 from kestrl_tools.http.document import Document, Unsupported
 from kestrl_tools.http.schemas import Schemas
-from kestrl_tools.servers import NOTHING_LEFT_OUT, LeftOut, Listed, callable_name, chosen, refuse
+from kestrl_tools.servers import NOTHING_LEFT_OUT, LeftOut, ListedTool, callable_name, chosen, refuse
 
 METHODS = ("get", "put", "post", "delete", "patch")
 """Methods of operations that are tools; head, options and trace return nothing to read."""
@@ -30,7 +30,7 @@ OF_PROPERTIES = frozenset({"type", "properties", "required", "additionalProperti
 PATH_PARAMETER = re.compile(r"\{([^{}]*)\}")
 
 
-class Place(StrEnum):
+class ArgumentPlace(StrEnum):
     """Where a request has an argument."""
 
     PATH = "path"
@@ -48,7 +48,7 @@ class Parameter:
 
     name: str
     """Name for the model."""
-    place: Place
+    place: ArgumentPlace
     key: str
     """Name in the request."""
     schema: Any
@@ -71,13 +71,13 @@ class Operation:
     body: bool = False
     """Whether the request has a body although no argument is in it."""
 
-    def listed(self) -> Listed:
+    def listed(self) -> ListedTool:
         """The tool as the model may see it."""
         properties = {item.name: item.schema for item in self.parameters}
         schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
         if required := [item.name for item in self.parameters if item.required]:
             schema["required"] = required
-        return Listed(self.name, self.description, schema)
+        return ListedTool(self.name, self.description, schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Found:
 def of_document(
     server: str,
     document: Document,
-    wanted: Sequence[str] | None,
+    selection: Sequence[str] | None,
     fixed_headers: Collection[str],
     left_out: LeftOut = NOTHING_LEFT_OUT,
 ) -> list[Operation]:
@@ -106,7 +106,7 @@ def of_document(
     Args:
         server: Name of the server, for messages.
         document: The document.
-        wanted: Names that the manifest selects; None for all.
+        selection: Names that the manifest selects; None for all.
         fixed_headers: Names of headers that the manifest sets; their parameters are hidden.
         left_out: What the manifest leaves out.
 
@@ -114,19 +114,21 @@ def of_document(
         UserInputError: An operation is missing or not supported; the message has its id and the reason, and begins with
             the rest of the field.
     """
-    named: dict[str, list[_Found]] = {}
+    by_name: dict[str, list[_Found]] = {}
     try:
-        for found in _all(document):
-            named.setdefault(name_of(found.operation.get("operationId"), found.method, found.path), []).append(found)
+        for operation in _all(document):
+            by_name.setdefault(
+                name_of(operation.operation.get("operationId"), operation.method, operation.path), []
+            ).append(operation)
     except Unsupported as error:
         raise UserInputError(f"http.openapi: {error}") from error
     operations: list[Operation] = []
     reasons: list[str] = []
-    for name in chosen("http", server, named, wanted, left_out):
-        first, *others = named[name]
+    for name in chosen("http", server, by_name, selection, left_out):
+        first, *namesakes = by_name[name]
         try:
-            if others:
-                raise Unsupported(f"{', '.join(map(str, others))} would have the same name, {name!r}")
+            if namesakes:
+                raise Unsupported(f"{', '.join(map(str, namesakes))} would have the same name, {name!r}")
             operations.append(_Reader(document, fixed_headers).read(name, first))
         except Unsupported as error:
             reasons.append(f"the operation {first} is not supported: {error}")
@@ -157,25 +159,25 @@ class _Reader:
         self._schemas = Schemas(document)
         self._fixed = {name.lower() for name in fixed_headers}
 
-    def read(self, name: str, found: _Found) -> Operation:
+    def read(self, name: str, source: _Found) -> Operation:
         """The operation as a tool; raises Unsupported."""
-        operation = found.operation
-        if operation.get("servers") or found.item.get("servers"):
+        operation = source.operation
+        if operation.get("servers") or source.item.get("servers"):
             raise Unsupported("it has `servers` of its own")
-        if "?" in found.path or "#" in found.path:
+        if "?" in source.path or "#" in source.path:
             raise Unsupported("its path has a query or a fragment")
         self._check_security(operation)
-        parameters = list(self._parameters(found))
-        declared = {item.key for item in parameters if item.place is Place.PATH}
-        if missing := sorted(set(PATH_PARAMETER.findall(found.path)) - declared):
-            raise Unsupported(f"its path parameter {', '.join(missing)} is not described")
+        parameters = list(self._parameters(source))
+        declared = {item.key for item in parameters if item.place is ArgumentPlace.PATH}
+        if undescribed := sorted(set(PATH_PARAMETER.findall(source.path)) - declared):
+            raise Unsupported(f"its path parameter {', '.join(undescribed)} is not described")
         in_body, body = self._body(operation, {item.name for item in parameters})
         parameters += in_body
         return Operation(
             name=name,
-            description=_description(operation, found),
-            method=found.method.upper(),
-            path=found.path,
+            description=_description(operation, source),
+            method=source.method.upper(),
+            path=source.path,
             parameters=_named_apart(parameters),
             body=body,
         )
@@ -183,9 +185,9 @@ class _Reader:
     def _check_security(self, operation: Mapping[str, Any]) -> None:
         """Refuses an operation whose every kind of credential is sent in a way that is not supported."""
         document = self._document
-        wanted = document.items(operation.get("security", document.root.get("security"))) or [{}]
+        alternatives = document.items(operation.get("security", document.root.get("security"))) or [{}]
         schemes = document.at(document.at(document.root.get("components", {})).get("securitySchemes", {}))
-        reasons = [self._refused_security(schemes, document.at(alternative)) for alternative in wanted]
+        reasons = [self._refused_security(schemes, document.at(alternative)) for alternative in alternatives]
         if all(reasons):
             raise Unsupported(f"{reasons[0]}; a credential can only be a header (`secretHeaders`)")
 
@@ -198,10 +200,10 @@ class _Reader:
                 return f"its credential {name} is a certificate of the client"
         return ""
 
-    def _parameters(self, found: _Found) -> Iterator[Parameter]:
+    def _parameters(self, source: _Found) -> Iterator[Parameter]:
         merged: dict[tuple[str, str], Mapping[str, Any]] = {}
         items = self._document.items
-        for value in [*items(found.item.get("parameters")), *items(found.operation.get("parameters"))]:
+        for value in [*items(source.item.get("parameters")), *items(source.operation.get("parameters"))]:
             item = self._document.at(value)
             merged[str(item.get("in")), str(item.get("name"))] = item
         for (place, key), item in merged.items():
@@ -210,22 +212,22 @@ class _Reader:
                 yield self._parameter(place, key, item)
 
     def _parameter(self, place: str, key: str, item: Mapping[str, Any]) -> Parameter:
-        what = f"its {place} parameter {key!r}"
+        subject = f"its {place} parameter {key!r}"
         style = STYLES.get(place)
         if style is None:
-            raise Unsupported(f"{what} is required, and only parameters in path, query and header can be set")
+            raise Unsupported(f"{subject} is required, and only parameters in path, query and header can be set")
         if place == "header" and key.lower() in REFUSED_HEADERS:
-            raise Unsupported(f"{what} belongs to the connection")
+            raise Unsupported(f"{subject} belongs to the connection")
         if item.get("style", style) != style or item.get("allowReserved") is True:
             raise Unsupported(
-                f"{what} has the style {item.get('style', 'allowReserved')!r}; only {style!r} is supported"
+                f"{subject} has the style {item.get('style', 'allowReserved')!r}; only {style!r} is supported"
             )
-        schema, as_json = self._value(what, item)
+        schema, as_json = self._value(subject, item)
         if not as_json and _is_object(schema):
-            raise Unsupported(f"{what} is an object")
+            raise Unsupported(f"{subject} is an object")
         return Parameter(
             name=key,
-            place=Place(place),
+            place=ArgumentPlace(place),
             key=key,
             schema=_with_description(schema, item.get("description")),
             required=place == "path" or item.get("required") is True,
@@ -233,17 +235,17 @@ class _Reader:
             as_json=as_json,
         )
 
-    def _value(self, what: str, item: Mapping[str, Any]) -> tuple[Any, bool]:
+    def _value(self, subject: str, item: Mapping[str, Any]) -> tuple[Any, bool]:
         """Schema of a parameter, and whether its value is JSON text."""
         content = self._document.at(item.get("content", {}))
         if not content:
             return self._schemas.converted(item.get("schema", {})), False
         kind, media = next(iter(content.items()))
         if not JSON_TYPE.fullmatch(str(kind)):
-            raise Unsupported(f"{what} is {kind}, not JSON")
+            raise Unsupported(f"{subject} is {kind}, not JSON")
         return self._schemas.converted(self._document.at(media).get("schema", {})), True
 
-    def _body(self, operation: Mapping[str, Any], taken: Set[str]) -> tuple[list[Parameter], bool]:
+    def _body(self, operation: Mapping[str, Any], parameter_names: Set[str]) -> tuple[list[Parameter], bool]:
         """Parameters for the JSON body, and whether there is a body in any case."""
         if "requestBody" not in operation:
             return [], False
@@ -255,13 +257,19 @@ class _Reader:
         required = body.get("required") is True
         schema = _unwrapped(self._schemas.converted(self._document.at(media).get("schema", {})))
         properties = _properties(schema)
-        flat = properties is not None and taken.isdisjoint(properties) and (required or not schema.get("required"))
+        flat = (
+            properties is not None
+            and parameter_names.isdisjoint(properties)
+            and (required or not schema.get("required"))
+        )
         if not flat or properties is None:
-            whole = _with_description(schema, body.get("description"))
-            return [Parameter(name="body", place=Place.BODY, key="body", schema=whole, required=required)], False
+            body_schema = _with_description(schema, body.get("description"))
+            return [
+                Parameter(name="body", place=ArgumentPlace.BODY, key="body", schema=body_schema, required=required)
+            ], False
         needed = schema.get("required", ())
         return [
-            Parameter(name=key, place=Place.PROPERTY, key=key, schema=value, required=key in needed)
+            Parameter(name=key, place=ArgumentPlace.PROPERTY, key=key, schema=value, required=key in needed)
             for key, value in properties.items()
         ], required
 
@@ -269,7 +277,7 @@ class _Reader:
 def of_endpoint(entry: EndpointEntry) -> Operation:
     """An endpoint that the manifest declares."""
     in_path = set(PATH_PARAMETER.findall(entry.path))
-    rest = Place.PROPERTY if entry.method in WITH_BODY else Place.QUERY
+    default_place = ArgumentPlace.PROPERTY if entry.method in WITH_BODY else ArgumentPlace.QUERY
     return Operation(
         name=entry.name,
         description=entry.description,
@@ -278,7 +286,7 @@ def of_endpoint(entry: EndpointEntry) -> Operation:
         parameters=tuple(
             Parameter(
                 name=key,
-                place=Place.PATH if key in in_path else rest,
+                place=ArgumentPlace.PATH if key in in_path else default_place,
                 key=key,
                 schema=schema,
                 required=key in entry.required,
@@ -289,10 +297,10 @@ def of_endpoint(entry: EndpointEntry) -> Operation:
     )
 
 
-def _description(operation: Mapping[str, Any], found: _Found) -> str:
+def _description(operation: Mapping[str, Any], source: _Found) -> str:
     parts = [operation.get("summary"), operation.get("description")]
     text = "\n\n".join(dict.fromkeys(str(part).strip() for part in parts if part))
-    return text or f"{found.method.upper()} {found.path}"
+    return text or f"{source.method.upper()} {source.path}"
 
 
 def _with_description(schema: Any, description: object) -> Any:
@@ -333,13 +341,13 @@ def _named_apart(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
     Raises:
         Unsupported: The name with the suffix is taken, too.
     """
-    made: dict[str, Parameter] = {}
+    by_name: dict[str, Parameter] = {}
     names = {item.name for item in parameters}
     for item in parameters:
         name = item.name
-        if name in made:
+        if name in by_name:
             name = f"{name}_{item.place}"
-            if name in names or name in made:
+            if name in names or name in by_name:
                 raise Unsupported(f"several of its parameters would be called {name!r}")
-        made[name] = replace(item, name=name)
-    return tuple(made.values())
+        by_name[name] = replace(item, name=name)
+    return tuple(by_name.values())

@@ -20,7 +20,7 @@ from kestrl_tools.http.credential import POLL_SECONDS, UNAUTHORIZED, AcceptedReq
 from kestrl_tools.http.document import MAX_BYTES, Document, DocumentInvalid, Unsupported, parsed
 from kestrl_tools.http.egress import Egress, host_and_port, of_url
 from kestrl_tools.http.operations import Operation, of_document, of_endpoint
-from kestrl_tools.http.requests import Request, request_of
+from kestrl_tools.http.requests import HttpRequest, request_of
 from kestrl_tools.http.results import result_of
 from kestrl_tools.servers import LeftOut, ServerUnavailable, definitions, left_out_by, secret_header
 
@@ -56,20 +56,20 @@ class HttpProvider:
     async def list_tools(self) -> Sequence[ToolDefinition]:
         server = self._server
         headers = self.headers()
-        wanted, left_out = self._wanted, self._left_out
+        selection, left_out = self._wanted, self._left_out
         if server.openapi is None:
-            found = [of_endpoint(endpoint) for endpoint in server.endpoints]
+            operations = [of_endpoint(endpoint) for endpoint in server.endpoints]
             self._base_url = _normal(server.base_url or "")
         else:
             document, first = await self._document(server.openapi)
             self._base_url = _normal(first)
             fixed = [*headers, *([server.session_header] if server.session_header else [])]
-            found = await asyncio.to_thread(of_document, self.name, document, wanted, fixed, left_out)
-            wanted, left_out = None, LeftOut(unsupported=left_out.unsupported)  # both are applied to the document
-        tools = [operation.listed() for operation in found]
-        listed = await asyncio.to_thread(definitions, "http", self.name, tools, wanted, left_out)
-        self._operations = {operation.name: operation for operation in found}
-        return listed
+            operations = await asyncio.to_thread(of_document, self.name, document, selection, fixed, left_out)
+            selection, left_out = None, LeftOut(unsupported=left_out.unsupported)  # both are applied to the document
+        tools = [operation.listed() for operation in operations]
+        offered = await asyncio.to_thread(definitions, "http", self.name, tools, selection, left_out)
+        self._operations = {operation.name: operation for operation in operations}
+        return offered
 
     def headers(self) -> Mapping[str, str]:
         """The headers of the manifest, with the present entries of secrets.
@@ -91,8 +91,8 @@ class HttpProvider:
     async def open(self, create_kwargs: Kwargs) -> ProviderSession:
         self.check(create_kwargs)
         header = self._server.session_header
-        own = {header: secrets.token_urlsafe(16)} if header else {}
-        return _Session(self, self._client.session(), own)
+        session_headers = {header: secrets.token_urlsafe(16)} if header else {}
+        return _Session(self, self._client.session(), session_headers)
 
     def health(self) -> str:
         return self._problem
@@ -101,7 +101,7 @@ class HttpProvider:
         await self._client.close()
 
     async def call(
-        self, session: aiohttp.ClientSession, tool: str, arguments: Kwargs, own: Mapping[str, str]
+        self, session: aiohttp.ClientSession, tool: str, arguments: Kwargs, session_headers: Mapping[str, str]
     ) -> object:
         """Calls an operation in an episode's session, with headers of its own; raises as `ProviderSession.call` does.
 
@@ -112,7 +112,7 @@ class HttpProvider:
         ending = asyncio.get_running_loop().time() + self._server.seconds
         while True:
             headers, plain = self.headers(), not len(session.cookie_jar)
-            response = await self._asked(session, request, {**headers, **own}, ending)
+            response = await self._asked(session, request, {**headers, **session_headers}, ending)
             self._accepted.note(request, response, plain=plain)
             refused = response.status == UNAUTHORIZED and response.authorized and bool(self._server.secret_headers)
             proof = partial(self._asked_alone, headers=headers, ending=ending)
@@ -121,7 +121,7 @@ class HttpProvider:
             await self._changed(headers, ending)
 
     async def _asked(
-        self, session: aiohttp.ClientSession, request: Request, headers: Mapping[str, str], ending: float
+        self, session: aiohttp.ClientSession, request: HttpRequest, headers: Mapping[str, str], ending: float
     ) -> Response:
         seconds = round(max(0.1, ending - asyncio.get_running_loop().time()), 1)
         try:
@@ -132,7 +132,7 @@ class HttpProvider:
         self._problem = ""
         return response
 
-    async def _asked_alone(self, request: Request, headers: Mapping[str, str], ending: float) -> Response:
+    async def _asked_alone(self, request: HttpRequest, headers: Mapping[str, str], ending: float) -> Response:
         """The response to a request without anything of an episode."""
         async with self._client.session() as session:
             return await self._asked(session, request, headers, ending)
@@ -176,9 +176,9 @@ class HttpProvider:
         """The document at a URL, with the headers of the manifest if it is on the server of the tools."""
         client = self._made_client(MAX_BYTES)
         base = self._server.base_url
-        own = base is None or URL(base).origin() == url.origin()
-        headers = self.headers() if own else dict[str, str]()
-        request = Request(method="GET", url=url, headers={})
+        same_origin = base is None or URL(base).origin() == url.origin()
+        headers = self.headers() if same_origin else dict[str, str]()
+        request = HttpRequest(method="GET", url=url, headers={})
         try:
             async with client.session() as session:
                 response = await client.ask(session, request, headers, seconds=DOCUMENT_SECONDS)
@@ -196,8 +196,8 @@ class _Session:
 
     prompt = ""
 
-    def __init__(self, provider: HttpProvider, session: aiohttp.ClientSession, own: Mapping[str, str]) -> None:
-        self._provider, self._session, self._own = provider, session, own
+    def __init__(self, provider: HttpProvider, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
+        self._provider, self._session, self._own = provider, session, headers
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         return await self._provider.call(self._session, tool, {**arguments, **filled}, self._own)

@@ -13,7 +13,7 @@ from yarl import URL
 
 from kestrl.tools import ToolError
 from kestrl.tools.shapes import is_list
-from kestrl_tools.http.operations import Operation, Parameter, Place
+from kestrl_tools.http.operations import ArgumentPlace, Operation, Parameter
 
 IDEMPOTENT = frozenset({"GET", "PUT", "DELETE"})
 """Methods that may be sent again although the first request may have been executed (RFC 9110, 9.2.2)."""
@@ -23,7 +23,7 @@ HEADER_VALUE = re.compile(r"[ -~]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class HttpRequest:
     """A request."""
 
     method: str
@@ -37,7 +37,7 @@ class Request:
         return self.method in IDEMPOTENT
 
 
-def request_of(operation: Operation, base_url: str, arguments: Mapping[str, Any]) -> Request:
+def request_of(operation: Operation, base_url: str, arguments: Mapping[str, Any]) -> HttpRequest:
     """The request of a call.
 
     Args:
@@ -56,22 +56,22 @@ def request_of(operation: Operation, base_url: str, arguments: Mapping[str, Any]
             continue
         value = arguments[item.name]
         match item.place:
-            case Place.PATH:
+            case ArgumentPlace.PATH:
                 path = path.replace(f"{{{item.key}}}", _segment(item, value))
-            case Place.QUERY:
+            case ArgumentPlace.QUERY:
                 query += _pairs(item, value)
-            case Place.HEADER:
+            case ArgumentPlace.HEADER:
                 headers[item.key] = _header(item, value)
-            case Place.PROPERTY:
+            case ArgumentPlace.PROPERTY:
                 properties = {**(properties or {}), item.key: value}
-            case Place.BODY:
+            case ArgumentPlace.BODY:
                 body = _json(value)
     if properties is not None:
         body = _json(properties)
     if body is not None:
         headers["Content-Type"] = "application/json"
     url = base_url.rstrip("/") + path + ("?" if query else "") + "&".join(query)
-    return Request(method=operation.method, url=URL(url, encoded=True), headers=headers, body=body)
+    return HttpRequest(method=operation.method, url=URL(url, encoded=True), headers=headers, body=body)
 
 
 def _json(value: Any) -> bytes:
@@ -108,9 +108,9 @@ def _texts(item: Parameter, value: Any) -> list[str]:
     if item.as_json:
         return [json.dumps(value, ensure_ascii=False)]
     values = value if is_list(value) else [value]
-    if any(isinstance(each, list | dict) for each in values):
+    if any(isinstance(element, list | dict) for element in values):
         raise ToolError(f"argument {item.name!r} must be a text, a number, true or false, or a list of these")
-    return [each if isinstance(each, str) else json.dumps(each) for each in values if each is not None]
+    return [element if isinstance(element, str) else json.dumps(element) for element in values if element is not None]
 
 
 def _quoted(text: str) -> str:

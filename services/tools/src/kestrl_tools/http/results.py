@@ -47,8 +47,8 @@ def _text(response: Response) -> str:
     if not response.body:
         return f"[HTTP {response.status} {response.reason}, without content]"
     if not TEXT.fullmatch(response.kind):
-        more = " or more" if response.truncated else ""
-        return f"[content of type {response.kind}, {len(response.body)} bytes{more}, is not shown]"
+        truncation = " or more" if response.truncated else ""
+        return f"[content of type {response.kind}, {len(response.body)} bytes{truncation}, is not shown]"
     return f"{response.text}\n[cut after {len(response.body)} bytes]" if response.truncated else response.text
 
 

@@ -52,11 +52,11 @@ class Schemas:
         self._count(depth)
         if "$ref" in schema:
             return self._referenced(schema, references, depth)
-        made: dict[str, Any] = {}
+        converted_schema: dict[str, Any] = {}
         for key, value in schema.items():
-            self._add(made, str(key), value, references, depth + 1)
-        self._leave_out_read_only(made, schema)
-        return _from_3_0(made, schema) if self._document.before_3_1 else made
+            self._add(converted_schema, str(key), value, references, depth + 1)
+        self._leave_out_read_only(converted_schema, schema)
+        return _from_3_0(converted_schema, schema) if self._document.before_3_1 else converted_schema
 
     def _count(self, depth: int) -> None:
         self._parts += 1
@@ -89,31 +89,33 @@ class Schemas:
             return {**target, **added}
         return {"allOf": [target, added]}
 
-    def _add(self, made: dict[str, Any], key: str, value: Any, references: tuple[str, ...], depth: int) -> None:
+    def _add(self, target: dict[str, Any], key: str, value: Any, references: tuple[str, ...], depth: int) -> None:
         if key in REFUSED:
             raise Unsupported(f"its schema has {key}")
         if key in VALUES:
-            made[key] = self._value(value, depth)
+            target[key] = self._value(value, depth)
         elif key in ONE:
-            made[key] = self.converted(value, references, depth)
+            target[key] = self.converted(value, references, depth)
         elif key in LISTS and is_list(value):
-            made[key] = [self.converted(item, references, depth) for item in value]
+            target[key] = [self.converted(item, references, depth) for item in value]
         elif key in MAPS and is_mapping(value):
-            made[key] = {name: self.converted(item, references, depth) for name, item in value.items()}
+            target[key] = {name: self.converted(item, references, depth) for name, item in value.items()}
         if key == "required" and not (is_list(value) and all(isinstance(name, str) for name in value)):
             raise Unsupported("its schema has a `required` that is not a list of names")
         if key == "pattern":
             _check_pattern(value)
 
-    def _leave_out_read_only(self, made: dict[str, Any], schema: Mapping[str, Any]) -> None:
+    def _leave_out_read_only(self, target: dict[str, Any], schema: Mapping[str, Any]) -> None:
         properties: Any = schema.get("properties")
         if not is_mapping(properties):
             return
         for name, value in properties.items():
             if is_mapping(value) and self._document.at(value).get("readOnly") is True:
-                del made["properties"][name]
-                if name in made.get("required", ()):
-                    made["required"] = [other for other in made["required"] if other != name]
+                del target["properties"][name]
+                if name in target.get("required", ()):
+                    target["required"] = [
+                        required_name for required_name in target["required"] if required_name != name
+                    ]
 
 
 def _check_pattern(pattern: object) -> None:
@@ -123,16 +125,16 @@ def _check_pattern(pattern: object) -> None:
         raise Unsupported(str(error)) from error
 
 
-def _from_3_0(made: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+def _from_3_0(target: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of OpenAPI 3.0 that JSON Schema writes in another way."""
     for limit, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(made.get(name), bool) and made.pop(name) and limit in made:
-            made[name] = made.pop(limit)
+        if isinstance(target.get(name), bool) and target.pop(name) and limit in target:
+            target[name] = target.pop(limit)
     if schema.get("nullable") is not True:
-        return made
-    if not isinstance(made.get("type"), str):
-        return {"anyOf": [made, {"type": "null"}]}
-    made["type"] = [made["type"], "null"]
-    if is_list(made.get("enum")) and None not in made["enum"]:
-        made["enum"] = [*made["enum"], None]
-    return made
+        return target
+    if not isinstance(target.get("type"), str):
+        return {"anyOf": [target, {"type": "null"}]}
+    target["type"] = [target["type"], "null"]
+    if is_list(target.get("enum")) and None not in target["enum"]:
+        target["enum"] = [*target["enum"], None]
+    return target

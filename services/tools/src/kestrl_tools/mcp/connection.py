@@ -24,8 +24,8 @@ from kestrl.redaction import NO_SECRETS, Redactor
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.bounds import Flood
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
-from kestrl_tools.mcp.stdio import Program, stdio_transport
-from kestrl_tools.servers import MAX_TOOLS, Listed, ServerUnavailable, callable_name, secret_header, secret_text
+from kestrl_tools.mcp.stdio import McpProgram, stdio_transport
+from kestrl_tools.servers import MAX_TOOLS, ListedTool, ServerUnavailable, callable_name, secret_header, secret_text
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Connection:
         self._closing = asyncio.Event()
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
-        self._program: Program | None = None
+        self._program: McpProgram | None = None
         self._flood, self._flooded = Flood(), False
         self._variables: Mapping[str, str] | None = None
         """Secrets that the program began with."""
@@ -128,26 +128,26 @@ class Connection:
         except TimeoutError:
             log.warning("MCP server %s: is started again amid %d calls", self._name, self._running)
 
-    async def list_tools(self) -> list[Listed]:
+    async def list_tools(self) -> list[ListedTool]:
         """All tools of the server.
 
         Raises:
             KestrlError: As `call` does.
         """
         self.list_changed = False
-        found: list[Listed] = []
+        tools: list[ListedTool] = []
         cursor: str | None = None
         size = 0
         for _ in range(MAX_PAGES):
             params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
             page = await self._asked(self._session.result().list_tools(params=params))
-            found += [_listed(tool) for tool in page.tools]
+            tools += [_listed(tool) for tool in page.tools]
             size += len(page.model_dump_json())
             cursor = page.next_cursor
-            if len(found) > 10 * MAX_TOOLS or size > MAX_MESSAGE:
+            if len(tools) > 10 * MAX_TOOLS or size > MAX_MESSAGE:
                 break
             if cursor is None:
-                return found
+                return tools
         raise ToolFailure(f"{self._name}: its list of tools does not end, or is too long", code="tool_result_invalid")
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> types.CallToolResult:
@@ -190,8 +190,8 @@ class Connection:
             raise self._invalid(tool, text_of(error)) from error
 
     def _invalid(self, tool: str, reason: str) -> ToolFailure:
-        what = f"the result of {tool}" if tool else "its list of tools"
-        return ToolFailure(f"{self._name}: {what} is invalid: {reason}", code="tool_result_invalid")
+        subject = f"the result of {tool}" if tool else "its list of tools"
+        return ToolFailure(f"{self._name}: {subject} is invalid: {reason}", code="tool_result_invalid")
 
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
@@ -209,7 +209,7 @@ class Connection:
         if entry.url is None:
             self._variables = self._secret_variables()
             variables = {**entry.env, **self._variables}
-            self._program = Program.start(self._name, entry.command, variables, self._folder, self._redactor)
+            self._program = McpProgram.start(self._name, entry.command, variables, self._folder, self._redactor)
             async with stdio_transport(self._program) as streams:
                 yield streams
         else:
@@ -248,12 +248,12 @@ class Connection:
         if self._program is None:
             return f" ({self._entry.url})"
         code, line = self._program.exit_code, self._program.last_line
-        ended = "" if code is None else f"; it exited with {code}"
-        return f"{ended}; its last output: {line}" if line else ended
+        exit_text = "" if code is None else f"; it exited with {code}"
+        return f"{exit_text}; its last output: {line}" if line else exit_text
 
 
-def _listed(tool: types.Tool) -> Listed:
-    return Listed(callable_name(tool.name), tool.description or "", tool.input_schema, tool.name)
+def _listed(tool: types.Tool) -> ListedTool:
+    return ListedTool(callable_name(tool.name), tool.description or "", tool.input_schema, tool.name)
 
 
 def _retrieved(work: asyncio.Task[Any]) -> None:

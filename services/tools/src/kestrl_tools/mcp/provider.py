@@ -80,16 +80,16 @@ class McpProvider:
 
     async def _verify(self, connection: Connection) -> None:
         """Pins the tools of the first connection, and compares those of a later one."""
-        listed = await connection.list_tools()
+        server_tools = await connection.list_tools()
         try:
-            found = await asyncio.to_thread(definitions, "mcp", self.name, listed, self._wanted, self._left_out)
+            offered = await asyncio.to_thread(definitions, "mcp", self.name, server_tools, self._wanted, self._left_out)
         except UserInputError:
             if not self._tools:
                 raise
-            found = []
+            offered = []
         if not self._tools:
-            self._tools, self._call_names = found, {tool.name: tool.call_name for tool in listed}
-        elif changed := differences(self._tools, found):
+            self._tools, self._call_names = offered, {tool.name: tool.call_name for tool in server_tools}
+        elif changed := differences(self._tools, offered):
             raise ToolFailure(
                 f"{self.name}: the MCP server offers other tools than at the start of the service: {changed}; the "
                 "tools of a run cannot change: start a new run, or pin the server's version",

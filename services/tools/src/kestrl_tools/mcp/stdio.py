@@ -32,7 +32,7 @@ EXIT_SECONDS = 1.0
 """Time for the program to exit after the end of its stdout, before its calls fail."""
 
 
-class Program:
+class McpProgram:
     """A running program."""
 
     def __init__(self, name: str, guarded: GuardedProcess, redactor: Redactor) -> None:
@@ -44,7 +44,7 @@ class Program:
     @classmethod
     def start(
         cls, name: str, command: Sequence[str], variables: Mapping[str, str], folder: str | None, redactor: Redactor
-    ) -> Program:
+    ) -> McpProgram:
         """Starts a program in a folder, with the given variables and those of `KEPT_VARIABLES`; credentials that the
         redactor knows are kept out of its logged output.
 
@@ -164,7 +164,7 @@ async def _reading(reader: asyncio.StreamReader, pipe: Any) -> asyncio.ReadTrans
 
 
 @asynccontextmanager
-async def stdio_transport(program: Program) -> AsyncGenerator[TransportStreams]:
+async def stdio_transport(program: McpProgram) -> AsyncGenerator[TransportStreams]:
     """The message streams of a program, which is stopped at the end."""
     incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)

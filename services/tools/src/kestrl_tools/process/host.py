@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kestrl._shared.log_lines import start_log
-from kestrl._shared.plan.settings.common import Model
+from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl.errors import KestrlError, ToolFailure, UserInputError, described, text_of
 from kestrl.tools import ToolError
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 MIB = 1024 * 1024
 
 
-class HostSettings(Model):
+class HostSettings(SettingsModel):
     """What a host imports; its standard input."""
 
     entry: ToolEntry
@@ -47,7 +47,7 @@ class HostSettings(Model):
     python_path: tuple[str, ...] = ()
 
 
-class Host:
+class ToolHost:
     """The loop of the host."""
 
     def __init__(
@@ -151,8 +151,8 @@ class Host:
         sessions = {pid: session for session, pid in self._episodes.items()}
         for pid, session in sessions.items():
             # Of these alone: other children are those of the tool's hooks.
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
                 del self._episodes[session]
                 report = {"session": session, "status": os.waitstatus_to_exitcode(status)}
                 self._control.send(json.dumps(report).encode())
@@ -208,7 +208,7 @@ def main() -> None:
         return
     requests.sendall(encoded(_greeting(provider, tools)))
     memory = settings.entry.process.memory_mb if settings.entry.process is not None else None
-    Host(provider, tools, None if memory is None else memory * MIB, requests, control).serve()
+    ToolHost(provider, tools, None if memory is None else memory * MIB, requests, control).serve()
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ class HostProcess:
             for end in (theirs, their_control):
                 end.close()
             os.close(stdin)
-        with os.fdopen(write_stdin, "wb") as given, suppress(BrokenPipeError):
-            given.write(settings.model_dump_json().encode())
+        with os.fdopen(write_stdin, "wb") as settings_pipe, suppress(BrokenPipeError):
+            settings_pipe.write(settings.model_dump_json().encode())
         return cls(process, ours, control, folder)
 
     async def asked(self, message: Message | None, seconds: float) -> Message:
@@ -119,9 +119,9 @@ class HostProcess:
         except OSError:
             data = b""
         if data:
-            ended: Message = json.loads(data)
-            if (future := self._ended.pop(ended["session"], None)) is not None and not future.done():
-                future.set_result(ended["status"])
+            report: Message = json.loads(data)
+            if (future := self._ended.pop(report["session"], None)) is not None and not future.done():
+                future.set_result(report["status"])
             return
         self.gone = True
         asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -137,7 +137,7 @@ class HostProcess:
             OSError: The host has ended.
         """
         self._next += 1
-        ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        exit_status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -146,8 +146,8 @@ class HostProcess:
             except OSError:
                 ours.close()
                 raise
-        self._ended[self._next] = ended
-        return self._next, ours, ended
+        self._ended[self._next] = exit_status
+        return self._next, ours, exit_status
 
     def kill(self, session: int) -> None:
         """Kills the process of a session with all that it started."""

@@ -24,10 +24,10 @@ DESCRIPTORS = 4
 """Standard input, guard's pipe, requests, control."""
 
 
-def variables(own: dict[str, str]) -> dict[str, str]:
+def variables(inherited: dict[str, str]) -> dict[str, str]:
     """Variables of a host: those of the image, with our packages before its own."""
-    path = [str(PACKAGES), *filter(None, [own.get("PYTHONPATH")])]
-    return {**own, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    path = [str(PACKAGES), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {**inherited, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 def serve(connection: socket.socket) -> None:

@@ -79,11 +79,11 @@ class ProcessProvider:
     async def open(self, create_kwargs: Kwargs) -> ProcessSession:
         host = await self._running()
         try:
-            number, connection, ended = host.open()
+            number, connection, exit_status = host.open()
         except OSError as error:
             raise self._host_died() from error
         reader, writer = await asyncio.open_unix_connection(sock=connection)
-        session = ProcessSession(self.name, host, number, reader, writer, ended)
+        session = ProcessSession(self.name, host, number, reader, writer, exit_status)
         try:
             session.prompt = (await session.ask({"op": "open", "create_kwargs": dict(create_kwargs)}))["prompt"]
         except BaseException:
@@ -174,14 +174,14 @@ class ProcessSession:
         number: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        ended: asyncio.Future[int | None],
+        exit_status: asyncio.Future[int | None],
     ) -> None:
         self._name, self._host, self._number = name, host, number
-        self._reader, self._writer, self._ended = reader, writer, ended
+        self._reader, self._writer, self._ended = reader, writer, exit_status
         self._turn = asyncio.Lock()
         self._lost = False
-        self.prompt = ""
         """Whether the process has ended or was killed."""
+        self.prompt = ""
 
     async def call(self, tool: str, arguments: Kwargs, filled: Kwargs) -> object:
         request = {"op": "call", "tool": tool, "arguments": dict(arguments), "filled": dict(filled)}
@@ -260,10 +260,10 @@ def _definition(tool: Message) -> ToolDefinition:
     )
 
 
-def _failure(found: Message) -> KestrlError:
-    boundary = Boundary(found["boundary"])
+def _failure(message: Message) -> KestrlError:
+    boundary = Boundary(message["boundary"])
     if boundary is Boundary.TOOL:
-        return ToolFailure(found["message"], code=found["code"], retryable=found["retryable"])
+        return ToolFailure(message["message"], code=message["code"], retryable=message["retryable"])
     return FailureError(
-        Failure(boundary=boundary, code=found["code"], message=found["message"], retryable=found["retryable"])
+        Failure(boundary=boundary, code=message["code"], message=message["message"], retryable=message["retryable"])
     )

@@ -33,8 +33,8 @@ def run(
     """
     os.setsid()  # so that the host can end what the tool starts, too
     if memory is not None:
-        most = _data_bytes() + memory
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        limit = _data_bytes() + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     asyncio.run(_serve(connection, provider, tools))
 
 

@@ -34,7 +34,7 @@ class ContentRefused(TargetRefused):
     code = "push_content_refused"
 
 
-class Connection:
+class MLflowConnection:
     """A connection to one server.
 
     Args:
@@ -74,8 +74,8 @@ class Connection:
 
     def post_traces(self, content: bytes, headers: Mapping[str, str]) -> None:
         """Sends spans, as an `ExportTraceServiceRequest` of OTLP."""
-        sent = {"Content-Type": "application/x-protobuf", **headers}
-        self._sent("POST", "/v1/traces", content=content, headers=sent)
+        request_headers = {"Content-Type": "application/x-protobuf", **headers}
+        self._sent("POST", "/v1/traces", content=content, headers=request_headers)
 
     def close(self) -> None:
         self._client.close()
@@ -86,9 +86,9 @@ class Connection:
         except httpx2.InvalidURL as error:
             raise UserInputError(f"--uri: {self.uri!r} is malformed: {error}") from error
         except httpx2.HTTPError as error:
-            why = self._redactor.text(str(error)) or type(error).__name__
+            reason = self._redactor.text(str(error)) or type(error).__name__
             raise TargetUnavailable(
-                f"MLflow at {self.uri} does not answer: {why}; start it, or name another"
+                f"MLflow at {self.uri} does not answer: {reason}; start it, or name another"
             ) from error
         if answer.status_code == 200:
             return answer

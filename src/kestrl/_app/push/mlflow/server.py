@@ -68,8 +68,8 @@ def _await_start(uri: str, process: subprocess.Popen[bytes], log: Path) -> None:
             pass
         time.sleep(0.2)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    why = "; ".join(lines[-LAST_LINES:]) or "it printed nothing"
-    raise TargetUnavailable(f"MLflow's server does not start: {why}", code="push_server_failed")
+    reason = "; ".join(lines[-LAST_LINES:]) or "it printed nothing"
+    raise TargetUnavailable(f"MLflow's server does not start: {reason}", code="push_server_failed")
 
 
 def database_of(uri: str) -> str | None:

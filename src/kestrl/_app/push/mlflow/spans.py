@@ -51,7 +51,7 @@ class _Trace:
     def _span(
         self, name: str, kind: str, begin: int, end: int, attributes: Mapping[str, Any], *, parent: str | None = "root"
     ) -> Span:
-        named = {TYPE: kind, **attributes}
+        typed_attributes = {TYPE: kind, **attributes}
         return Span(
             trace_id=bytes.fromhex(self._identity),
             span_id=self._span_id(name),
@@ -61,7 +61,9 @@ class _Trace:
             start_time_unix_nano=min(begin, self._end),
             end_time_unix_nano=min(end, self._end),
             attributes=[
-                KeyValue(key=key, value=_any(content)) for key, content in named.items() if content is not None
+                KeyValue(key=key, value=_any(content))
+                for key, content in typed_attributes.items()
+                if content is not None
             ],
         )
 
@@ -98,9 +100,9 @@ class _Trace:
             yield self._span(name, "CHAT_MODEL", clock, answered, self._turn(turn, calls))
             clock = answered
             for number, call in enumerate(calls):
-                ended = clock + int(call.seconds * SECOND)
-                yield self._call(call, f"{call.name or 'malformed call'}#{turn.index}.{number}", clock, ended)
-                clock = ended
+                call_end = clock + int(call.seconds * SECOND)
+                yield self._call(call, f"{call.name or 'malformed call'}#{turn.index}.{number}", clock, call_end)
+                clock = call_end
 
     def _turn(self, turn: Turn, calls: Sequence[ToolCall]) -> Mapping[str, Any]:
         row = self._episode.rows[turn.row] if turn.row < len(self._episode.rows) else None

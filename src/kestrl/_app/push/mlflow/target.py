@@ -14,7 +14,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from kestrl._app.push.mlflow.connection import Connection, ContentRefused, NotFound
+from kestrl._app.push.mlflow.connection import ContentRefused, MLflowConnection, NotFound
 from kestrl._app.push.mlflow.spans import spans_of
 from kestrl._app.push.numbers import numbers_of, settings_of
 from kestrl._app.push.target import PartRefused, PushedRun, Target, TargetRefused
@@ -43,8 +43,8 @@ class MLflow(Target):
         named: Its address as a person named it: the database where the server is one of ours.
     """
 
-    def __init__(self, connection: Connection, experiment: str, *, named: str) -> None:
-        self.key = f"mlflow {named} {experiment}"
+    def __init__(self, connection: MLflowConnection, experiment: str, *, location: str) -> None:
+        self.key = f"mlflow {location} {experiment}"
         self._connection, self._experiment = connection, experiment
         self._experiment_id = self._run = ""
 
@@ -77,13 +77,13 @@ class MLflow(Target):
 
     def _create_run(self, run: PushedRun, identity: str) -> Mapping[str, Any]:
         tags = {IDENTITY: identity, RUN: run.id, STORAGE: run.storage, JOB: run.job}
-        listed = [{"key": name, "value": encodable(text)[:LONGEST_VALUE]} for name, text in tags.items()]
-        begun = {"run_name": run.id, "start_time": int(time.time() * 1000), "tags": listed}
-        answer = self._connection.post("runs/create", experiment_id=self._experiment_id, **begun)
+        tag_list = [{"key": name, "value": encodable(text)[:LONGEST_VALUE]} for name, text in tags.items()]
+        run_fields = {"run_name": run.id, "start_time": int(time.time() * 1000), "tags": tag_list}
+        answer = self._connection.post("runs/create", experiment_id=self._experiment_id, **run_fields)
         info = cast("Mapping[str, Any]", answer["run"]["info"])
         params = [{"key": _name(name), "value": text[:LONGEST_VALUE]} for name, text in settings_of(run.settings)]
-        for some in _portions(params, PARAMS):
-            self._connection.post("runs/log-batch", run_id=info["run_id"], params=some)
+        for portion in _portions(params, PARAMS):
+            self._connection.post("runs/log-batch", run_id=info["run_id"], params=portion)
         return info
 
     def metrics(self, step: int, record: Mapping[str, Any], at: float) -> None:
@@ -96,8 +96,8 @@ class MLflow(Target):
         # With the time of the stored record, a metric that is sent again is the same one.
         moment = int(at * 1000)
         metrics = [{"key": _name(key), "value": number, "timestamp": moment, "step": step} for key, number in numbers]
-        for some in _portions(metrics, METRICS):
-            self._connection.post("runs/log-batch", run_id=self._run, metrics=some)
+        for portion in _portions(metrics, METRICS):
+            self._connection.post("runs/log-batch", run_id=self._run, metrics=portion)
 
     def episodes(self, batch: EpisodeBatch) -> None:
         pending: list[list[Span]] = []
@@ -162,7 +162,9 @@ def _request(traces: Sequence[Sequence[Span]]) -> ExportTraceServiceRequest:
 
 
 def _episode_of(spans: Sequence[Span]) -> str:
-    return next(each.value.string_value for each in spans[0].attributes if each.key == "kestrl.episode.id")
+    return next(
+        attribute.value.string_value for attribute in spans[0].attributes if attribute.key == "kestrl.episode.id"
+    )
 
 
 def _name(name: str) -> str:
@@ -170,6 +172,6 @@ def _name(name: str) -> str:
     return NOT_IN_NAMES.sub("_", encodable(name))[:250]
 
 
-def _portions(entries: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    for begin in range(0, len(entries), most):
-        yield entries[begin : begin + most]
+def _portions(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for begin in range(0, len(entries), size):
+        yield entries[begin : begin + size]

@@ -127,9 +127,9 @@ class WandB(Target):
             )
         )
         run = self._run
-        begun = {"name": run.id, "project": self._project or run.job, "folder": str(self._folder)}
+        run_fields = {"name": run.id, "project": self._project or run.job, "folder": str(self._folder)}
         config = {**dict(settings_of(run.settings)), "kestrl.storage": run.storage}
-        self._exchange(process, "start", id=self._identity(run), config=config, **begun)
+        self._exchange(process, "start", id=self._identity(run), config=config, **run_fields)
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], kind: str, **content: Any) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kestrl._shared.plan.settings.common import DataSettings, Model, ServiceSettings
+from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings, SettingsModel
 from kestrl.runstate.sampling import EvaluationSampling
 
 
-class BenchEndpoint(Model):
+class BenchEndpoint(SettingsModel):
     """A model behind an OpenAI-compatible endpoint."""
 
     url: str | None

@@ -22,13 +22,13 @@ DNS = "dns://"
 Settings = TypeVar("Settings", bound="ServiceSettings")
 
 
-class Model(BaseModel):
+class SettingsModel(BaseModel):
     """Base model: frozen, refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-Read = TypeVar("Read", bound=Model)
+Read = TypeVar("Read", bound=SettingsModel)
 
 
 def read_settings(kind: type[Read], path: Path) -> Read:
@@ -43,7 +43,7 @@ def read_settings(kind: type[Read], path: Path) -> Read:
         raise UserInputError(f"{path}: not readable as {kind.__name__}: {error}") from error
 
 
-class ServiceSettings(Model):
+class ServiceSettings(SettingsModel):
     """Settings of every service."""
 
     component: str
@@ -74,7 +74,7 @@ class ServiceSettings(Model):
         return settings.model_copy(update={"component": f"{role}-{replica}"}) if replica else settings
 
 
-class DataSettings(Model):
+class DataSettings(SettingsModel):
     """A data set."""
 
     path: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kestrl._shared.plan.settings.common import Model, ServiceSettings
+from kestrl._shared.plan.settings.common import ServiceSettings, SettingsModel
 
 
-class RewardEntry(Model):
+class RewardEntry(SettingsModel):
     """One rule reward of the manifest."""
 
     name: str
@@ -23,7 +23,7 @@ class RewardEntry(Model):
     """Whether it may ask the correctness judge."""
 
 
-class JudgeModel(Model):
+class JudgeModel(SettingsModel):
     """A judge model behind an OpenAI-compatible endpoint."""
 
     model: str
@@ -40,7 +40,7 @@ class JudgeModel(Model):
     """US dollars per million tokens of replies."""
 
 
-class JudgeEntry(Model):
+class JudgeEntry(SettingsModel):
     """Judge models of the manifest, and the bounds on their use."""
 
     field: str = "spec.rewards[0].ruler"

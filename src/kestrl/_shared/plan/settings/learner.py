@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
-from kestrl._shared.plan.settings.common import DataSettings, Model, ServiceSettings
+from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings, SettingsModel
 from kestrl.runstate.sampling import GREEDY, EvaluationSampling
 
 
-class EngineEntry(Model):
+class EngineEntry(SettingsModel):
     """An engine, for the learner."""
 
     name: str
@@ -17,20 +17,20 @@ class EngineEntry(Model):
     agent_address: str
 
 
-class EngineList(Model):
+class EngineList(SettingsModel):
     """A file with the engines of a run, kept by the program that starts and ends them."""
 
     engines: tuple[EngineEntry, ...]
 
 
-class EvaluateSettings(Model):
+class EvaluateSettings(SettingsModel):
     """Settings of an evaluation without training."""
 
     adapter: str | None
     """Object-store address of the adapter's folder; None evaluates the base model."""
 
 
-class GapBounds(Model):
+class GapBounds(SettingsModel):
     """Bounds of the log-prob gap between learner and engine on the same tokens, in nats per token."""
 
     mean: float
@@ -40,7 +40,7 @@ class GapBounds(Model):
     """Smallest effective sample size, as a share of the tokens."""
 
 
-class PolicySettings(Model):
+class PolicySettings(SettingsModel):
     """The model under training, in a learner's and in an SFT run's settings."""
 
     model: str
@@ -59,7 +59,7 @@ class PolicySettings(Model):
     """Largest number of tokens of a forward pass."""
 
 
-class SinkEntry(Model):
+class SinkEntry(SettingsModel):
     """A metric sink of the manifest."""
 
     use: str
@@ -69,7 +69,7 @@ class SinkEntry(Model):
     """Manifest field, for messages."""
 
 
-class RanksOfPods(Model):
+class RanksOfPods(SettingsModel):
     """The ranks of a learner, and how they are divided among pods."""
 
     ranks: int = 1

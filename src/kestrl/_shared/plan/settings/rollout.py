@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kestrl._shared.plan.settings.common import Model, ServiceSettings
+from kestrl._shared.plan.settings.common import ServiceSettings, SettingsModel
 
 HEALTH_PATH = "/healthz"
 """Path at which a pod of an agent says that it is loaded."""
 
 
-class OutsideAgent(Model):
+class OutsideAgent(SettingsModel):
     """An agent outside of the worker: one of `run`, `command` and `url` is set."""
 
     run: str | None = None
@@ -29,7 +29,7 @@ class OutsideAgent(Model):
     stopped_reward: float | None = None
 
 
-class OutsideEnvironment(Model):
+class OutsideEnvironment(SettingsModel):
     """An environment that runs its episodes itself, in a process beside the worker."""
 
     name: str

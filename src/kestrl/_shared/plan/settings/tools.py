@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kestrl._shared.plan.settings.common import Model, ServiceSettings
+from kestrl._shared.plan.settings.common import ServiceSettings, SettingsModel
 
 
-class SecretText(Model):
+class SecretText(SettingsModel):
     """A text with an entry of a secret."""
 
     variable: str
@@ -16,7 +16,7 @@ class SecretText(Model):
     """Text before it."""
 
 
-class ClaimEntry(Model):
+class ClaimEntry(SettingsModel):
     """The warm pool from which a Python tool claims its sandboxes."""
 
     warm_pool: str
@@ -30,7 +30,7 @@ class ClaimEntry(Model):
     """Time after which the cluster deletes a claim in any case."""
 
 
-class McpEntry(Model):
+class McpEntry(SettingsModel):
     """An MCP server of the manifest."""
 
     command: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class McpEntry(Model):
     concurrency: int = 16
 
 
-class EndpointEntry(Model):
+class EndpointEntry(SettingsModel):
     """An endpoint of an HTTP server that the manifest declares."""
 
     name: str
@@ -56,7 +56,7 @@ class EndpointEntry(Model):
     required: tuple[str, ...] = ()
 
 
-class HttpEntry(Model):
+class HttpEntry(SettingsModel):
     """An HTTP server of the manifest."""
 
     openapi: str | None = None
@@ -75,14 +75,14 @@ class HttpEntry(Model):
     concurrency: int = 16
 
 
-class ProcessEntry(Model):
+class ProcessEntry(SettingsModel):
     """The process of a Python tool."""
 
     memory_mb: int | None = None
     """Maximum memory of an instance in MiB; None means no limit."""
 
 
-class EnvironmentEntry(Model):
+class EnvironmentEntry(SettingsModel):
     """What sets the environment of a job apart from other tools."""
 
     python: str | None = None
@@ -99,7 +99,7 @@ class EnvironmentEntry(Model):
     """Time limit of its start."""
 
 
-class ToolEntry(Model):
+class ToolEntry(SettingsModel):
     """One entry of `spec.tools`: a Python tool or environment, or a server; or the environment of the job."""
 
     name: str

@@ -57,7 +57,7 @@ def reserved_argument(name: str, engine: str = "vllm") -> tuple[str, str] | None
     exact = reserved.arguments.get(flag)
     if exact is not None:
         return flag, exact
-    return next(((known, fix) for known, fix in reserved.arguments.items() if known.startswith(flag)), None)
+    return next(((argument, fix) for argument, fix in reserved.arguments.items() if argument.startswith(flag)), None)
 
 
 def _flag(name: str) -> str:

@@ -14,12 +14,12 @@ def file_problems(spec: JobSpec) -> Iterator[Problem]:
     files = spec.data.files
     if files and spec.environment is not None:
         yield Problem("spec.data.files", "are read by spec.tools; remove them: spec.environment has files of its own")
-    seen: set[str] = set()
+    uris: set[str] = set()
     for index, file in enumerate(files):
         field = f"spec.data.files[{index}].uri"
-        if file.uri in seen:
+        if file.uri in uris:
             yield Problem(field, "is listed twice; remove one")
-        seen.add(file.uri)
+        uris.add(file.uri)
         scheme = file.uri.partition("://")[0] if "://" in file.uri else "file"
         if scheme not in OBJECT_SCHEMES | {"file"}:
             yield Problem(field, f"scheme {scheme}:// is not one of a file; use s3://, gs:// or az://, or a local path")

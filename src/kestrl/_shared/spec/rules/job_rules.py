@@ -38,7 +38,7 @@ Rule = Callable[[JobSpec], Iterator[Problem]]
 def deadlines_nest(spec: JobSpec) -> Iterator[Problem]:
     limits = spec.rollout.deadlines
     chain = [("tool", limits.tool), ("turn", limits.turn), ("episode", limits.episode)]
-    chain += [(name, given) for name, given in (("group", limits.group), ("step", limits.step)) if given is not None]
+    chain += [(name, limit) for name, limit in (("group", limits.group), ("step", limits.step)) if limit is not None]
     for (inner, short), (outer, long) in pairwise(chain):
         if short >= long:
             yield Problem(
@@ -246,19 +246,19 @@ def failure_rules_can_fit(spec: JobSpec) -> Iterator[Problem]:
                 "only the learner reports failures as boundary/code; remove role, or name a container's reason such "
                 "as OOMKilled",
             )
-        first = next((number for number, other in enumerate(rules[:index]) if _covers(other, rule)), None)
+        first = next((number for number, former in enumerate(rules[:index]) if _covers(former, rule)), None)
         if first is not None:
             yield Problem(
                 path, f"is never reached, since rules[{first}] matches the same failures; move it up or remove it"
             )
 
 
-def _covers(one: FailureRule, other: FailureRule) -> bool:
+def _covers(former: FailureRule, latter: FailureRule) -> bool:
     """Whether a rule matches every failure that another one matches."""
-    reasons = one.reason in {"*", other.reason} or (
-        one.reason.endswith("/*") and other.reason.startswith(one.reason[:-1])
+    reasons = former.reason in {"*", latter.reason} or (
+        former.reason.endswith("/*") and latter.reason.startswith(former.reason[:-1])
     )
-    return reasons and one.role in {None, other.role}
+    return reasons and former.role in {None, latter.role}
 
 
 def patches_are_of_templates(spec: JobSpec) -> Iterator[Problem]:

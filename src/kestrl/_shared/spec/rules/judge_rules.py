@@ -12,10 +12,12 @@ from kestrl._shared.spec.scalars import format_duration
 
 def judge_problems(spec: JobSpec) -> Iterator[Problem]:
     """Problems of judge models and of what surrounds them."""
-    asked = [(index, reward.correctness) for index, reward in enumerate(spec.rewards) if reward.correctness is not None]
-    for index, _ in asked[1:]:
+    correctness_judges = [
+        (index, reward.correctness) for index, reward in enumerate(spec.rewards) if reward.correctness is not None
+    ]
+    for index, _ in correctness_judges[1:]:
         yield Problem(f"spec.rewards[{index}].correctness", "is the second; one rule of a job can ask a judge model")
-    for index, correctness in asked:
+    for index, correctness in correctness_judges:
         yield from _judge(correctness, spec, f"spec.rewards[{index}].correctness")
     rulers = [(index, reward.ruler) for index, reward in enumerate(spec.rewards) if reward.ruler is not None]
     for index, _ in rulers[1:]:
@@ -42,8 +44,8 @@ def _judge(judge: JudgeSpec, spec: JobSpec, path: str) -> Iterator[Problem]:
 
 def _endpoint(judge: JudgeSpec, path: str) -> Iterator[Problem]:
     if judge.job_model:
-        given = {"baseUrl": judge.base_url, "model": judge.model, "secretRef": judge.secret_ref, "price": judge.price}
-        for name, value in given.items():
+        fields = {"baseUrl": judge.base_url, "model": judge.model, "secretRef": judge.secret_ref, "price": judge.price}
+        for name, value in fields.items():
             if value is not None:
                 yield Problem(
                     f"{path}.{name}", "is not used with `self: true`, the job's own model; remove one of them"

@@ -63,8 +63,8 @@ def positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Any = config.get("text_config")
-    return cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    text_config: Any = config.get("text_config")
+    return cast("Mapping[str, Any]", text_config) if isinstance(text_config, Mapping) else config
 
 
 def _heads(devices: int, config: Mapping[str, Any]) -> Iterator[Problem]:

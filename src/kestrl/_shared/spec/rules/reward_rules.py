@@ -31,9 +31,9 @@ def _overlong(config: Mapping[str, Any]) -> Found:
 
 def _boxed_answer(config: Mapping[str, Any]) -> Found:
     yield from _unknown(config, ("compare", "shaping", "window"), "boxed_answer")
-    for name, known in (("compare", get_args(Comparison)), ("shaping", get_args(Shaping))):
-        if name in config and config[name] not in known:
-            yield name, f"{config[name]!r} is not one of {', '.join(known)}"
+    for name, choices in (("compare", get_args(Comparison)), ("shaping", get_args(Shaping))):
+        if name in config and config[name] not in choices:
+            yield name, f"{config[name]!r} is not one of {', '.join(choices)}"
     yield from _counts(config, ("window",))
 
 

@@ -15,8 +15,8 @@ TWICE = "is also set without a secret; remove one of the two"
 
 def tool_problems(spec: JobSpec) -> Iterator[Problem]:
     """Problems of tools that can be found without loading them."""
-    named = (name for tool in spec.tools for name in tool.names)
-    for name, count in Counter(named).items():
+    names = (name for tool in spec.tools for name in tool.names)
+    for name, count in Counter(names).items():
         if count > 1:
             yield Problem("spec.tools", f"{count} tools are called {name!r}; the model could not tell them apart")
     yield from _runtime_classes(spec)
@@ -47,32 +47,32 @@ def _of_servers_only(tool: Tool, path: str) -> Iterator[Problem]:
 
 
 def _runtime_classes(spec: JobSpec) -> Iterator[Problem]:
-    named = [
+    runtime_classes = [
         (f"spec.tools[{index}].sandbox.runtimeClassName", tool.sandbox.runtime_class_name)
         for index, tool in enumerate(spec.tools)
         if tool.sandbox is not None and tool.sandbox.runtime_class_name is not None
     ]
-    for field, name in named[1:]:
-        first, shared = named[0]
+    for field, name in runtime_classes[1:]:
+        first, shared = runtime_classes[0]
         if name != shared:
             yield Problem(field, f"is {name}, and {first} is {shared}; the tools of a job share one pod: name the same")
 
 
 def _claims(spec: JobSpec) -> Iterator[Problem]:
-    named = [
+    claims = [
         (f"spec.tools[{index}]", tool, tool.sandbox.claim)
         for index, tool in enumerate(spec.tools)
         if tool.sandbox is not None and tool.sandbox.claim is not None
     ]
-    for path, tool, claim in named:
+    for path, tool, claim in claims:
         if tool.use is None:
             yield Problem(f"{path}.sandbox.claim", "is for a Python tool that runs code (`use`); remove it")
         if tool.process is not None:
             yield Problem(f"{path}.process", "has no use for a tool whose code runs in claimed sandboxes; remove it")
-        if claim != named[0][2]:
+        if claim != claims[0][2]:
             yield Problem(
                 f"{path}.sandbox.claim",
-                f"differs from {named[0][0]}.sandbox.claim; the tools that run code share one pool: name the same",
+                f"differs from {claims[0][0]}.sandbox.claim; the tools that run code share one pool: name the same",
             )
 
 
@@ -122,6 +122,6 @@ def _http(server: HttpServer, path: str, deadline: float) -> Iterator[Problem]:
         )
     yield from _headers(server.headers, server.secret_headers, path)
     for index, endpoint in enumerate(server.endpoints or ()):
-        known = {*endpoint.parameters, *endpoint.path_parameters}
-        if unknown := sorted(set(endpoint.required) - known):
+        parameters = {*endpoint.parameters, *endpoint.path_parameters}
+        if unknown := sorted(set(endpoint.required) - parameters):
             yield Problem(f"{path}.endpoints[{index}].required", f"there is no parameter {', '.join(unknown)}")

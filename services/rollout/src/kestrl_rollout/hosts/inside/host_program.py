@@ -29,7 +29,7 @@ FURTHER = ("mcp_url",)
 """Keyword arguments for functions that have such a parameter."""
 
 
-class Refused(Exception):
+class FunctionRefused(Exception):
     """The function cannot be used."""
 
 
@@ -45,18 +45,18 @@ def load(path: str, config: dict[str, Any]) -> Any:
         for part in name.split("."):
             target = getattr(target, part)
     except BaseException as error:
-        raise Refused(f"{path} cannot be imported: {described(error)}") from error
+        raise FunctionRefused(f"{path} cannot be imported: {described(error)}") from error
     function: Any = target
     if inspect.isclass(target):
         try:
             function, config = function(**config).run, {}
         except BaseException as error:
-            raise Refused(f"{path} cannot be constructed with its config: {described(error)}") from error
+            raise FunctionRefused(f"{path} cannot be constructed with its config: {described(error)}") from error
     try:
         further = {name: name for name in FURTHER if takes(function, name)}
         inspect.signature(function).bind("row", "base_url", "key", "deadline", **{**further, **config})
     except (TypeError, ValueError) as error:
-        raise Refused(
+        raise FunctionRefused(
             f"{path} cannot be called with (row, base_url, key, deadline) and its config as keyword arguments: {error}"
         ) from error
     return functools.partial(function, **config)
@@ -77,7 +77,7 @@ async def started(run: Any) -> None:
     try:
         await run.func.__self__.start()
     except BaseException as error:
-        raise Refused(described(error)) from error
+        raise FunctionRefused(described(error)) from error
 
 
 def described(error: BaseException) -> str:
@@ -116,7 +116,7 @@ def answer_of(returned: Any) -> dict[str, Any]:
         return {"invalid": f"its result is not JSON: {error}"}
 
 
-class Host:
+class HostConnection:
     """The episodes of one connection."""
 
     def __init__(self, run: Any, writer: asyncio.StreamWriter) -> None:
@@ -195,12 +195,12 @@ async def serve(connection: socket.socket) -> None:
         run = load(settings["run"], settings["config"])
         if settings.get("starts"):
             await started(run)
-    except Refused as refused:
+    except FunctionRefused as refused:
         writer.write(json.dumps({"refused": str(refused)}).encode() + b"\n")
         await writer.drain()
         return
     writer.write(b'{"ready": true}\n')
-    host = Host(run, writer)
+    host = HostConnection(run, writer)
     while line := await reader.readline():
         host.handle(json.loads(line))
 

@@ -1,10 +1,11 @@
-"""An agent and an environment of a user, as their images have them. They need the standard library alone."""
+"""An agent, an environment and a tool of a user, as their images have them. They need the standard library alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +32,24 @@ class Letters:
 
     def get_reward(self) -> float:
         return _share(self.said)
+
+
+class Shelf:
+    """Shows what a file says, which another pod has fetched.
+
+    Args:
+        file: Path of the file.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._text = Path(file).read_text()
+
+    def reset(self) -> str:
+        return self._text
+
+    def look(self) -> str:
+        """Says what is on the shelf."""
+        return self._text
 
 
 def _share(text: str) -> float:

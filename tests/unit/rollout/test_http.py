@@ -307,10 +307,10 @@ async def test_a_name_is_looked_up_once_and_again_after_a_failed_connection(
 
 POSTING = """
 import asyncio, sys
-from kestrl_rollout.engine.http import HttpClient
+from kestrl_rollout.engine.http import PostClient
 
 async def main():
-    async with HttpClient({}) as client:
+    async with PostClient({}) as client:
         print(await client.post(sys.argv[1], b"", {}))
 
 asyncio.run(main())
@@ -342,7 +342,7 @@ async def test_a_remote_engines_certificate_is_checked(certificate: Path) -> Non
     async with serving(saying(OK), tls) as (server, _):
         url = server.url.replace("http:", "https:")
         assert "Unreachable" in await posted(url)
-        assert "Answer(status=200, body=b'ok'" in await posted(url, SSL_CERT_FILE=str(certificate))
+        assert "HttpAnswer(status=200, body=b'ok'" in await posted(url, SSL_CERT_FILE=str(certificate))
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\rb"])

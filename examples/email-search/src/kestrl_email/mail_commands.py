@@ -18,7 +18,6 @@ import typer
 from rich.console import Console
 
 from kestrl.errors import UserInputError
-from kestrl.storage.pinned import digest_of
 from kestrl_email.guide_settings import Command, options
 from kestrl_email.mailbox.kind import Kind
 
@@ -166,6 +165,8 @@ def _pinned(database: Path, uri: str) -> str:
     """
     if not re.fullmatch(r"(s3|gs|az)://[^/#]+/[^#]*[^/#]", uri):
         raise UserInputError(f"--database-uri: {uri!r} is not of the form s3://BUCKET/PATH (or gs://, az://)")
+    from kestrl.storage.pinned import digest_of  # loads what `kestrl --help` need not have
+
     pinned = f"{uri}#sha256={digest_of(database)}"
     size = math.ceil(database.stat().st_size / 2**20)
     typer.echo(f"copy {database} to {uri}, and list it in the manifest:")

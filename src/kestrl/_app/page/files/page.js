@@ -9,8 +9,13 @@ function move(by) {
   if (next) next.focus();
 }
 
-const searching = document.querySelector("form.search");
-const field = searching.querySelector("input");
+// Made here, since without a script a field of its own would be of no use.
+const field = Object.assign(document.createElement("input"), { type: "search", autocomplete: "off" });
+const searching = Object.assign(document.createElement("form"), { className: "search", hidden: true });
+searching.setAttribute("role", "search");
+searching.append(document.createElement("label"));
+searching.firstChild.append("search in the page ", field);
+document.querySelector("header").append(searching);
 
 function search() {
   searching.hidden = false;

@@ -14,7 +14,7 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import Adapter
 from kestrl._shared.spec.sft import SFTJob
 from kestrl.errors import KestrlError
-from kestrl.runstate.events import EnginesObserved
+from kestrl.runstate.events import VersionVerified
 from kestrl.runstate.stored import read_events
 from kestrl.storage import open_store
 from kestrl.storage.uris import file_uri
@@ -137,7 +137,7 @@ def _size(number: int) -> str:
 
 
 def set_up(job: AgentRLJob, runs: Path) -> str:
-    """How long it takes until all engines have verified the first version, as measured in the newest run of this job
+    """How long it takes until engines have verified the first version, as measured in the newest run of this job
     here.
     """
     for folder in _newest(runs, job.metadata.name):
@@ -156,8 +156,8 @@ def _newest(runs: Path, job: str) -> list[Path]:
 
 
 def measured(folder: Path) -> float | None:
-    """Seconds from the start of a run to its first version that all engines had verified; None if it was resumed, did
-    not get there, or cannot be read.
+    """Seconds from the start of a run to its first version that engines had verified; None if it was resumed, did not
+    get there, or cannot be read.
     """
     try:
         record = RunDir(folder).record()
@@ -167,6 +167,6 @@ def measured(folder: Path) -> float | None:
     if record is None or not entries or record.started_at > entries[0].at:
         return None
     for entry in entries:
-        if isinstance(entry.event, EnginesObserved) and entry.event.verified == len(entry.event.reports) > 0:
+        if isinstance(entry.event, VersionVerified):
             return entry.at - record.started_at
     return None

@@ -15,7 +15,7 @@ from kestrl._app.local.runner_record import RunnerRecord
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl._shared.spec.job import Adapter
 from kestrl.data.locate import locate_model
-from kestrl.runstate.events import EnginesObserved
+from kestrl.runstate.events import EnginesObserved, StepsPlanned, VersionVerified
 from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import EVENTS
 from kestrl.runstate.state import EngineReport
@@ -83,12 +83,14 @@ def test_a_model_of_the_hub_is_downloaded(tmp_path: Path) -> None:
 
 
 def write_run(folder: Path, *, started: float, first: float) -> None:
-    """A run whose two engines had verified the first version at 130 s."""
+    """A run whose engines had verified the first version at 130 s; what gauges saw is not stored each time."""
     (folder / EVENTS).mkdir(parents=True)
     reports = (EngineReport(name="engine-0"), EngineReport(name="engine-1"))
     entries = [
-        Entry(number=number, at=at, event=EnginesObserved(verified=verified, reports=reports, total=2))
-        for number, (at, verified) in enumerate([(first, 0), (120.0, 1), (130.0, 2), (140.0, 2)], start=1)
+        Entry(number=1, at=first, event=StepsPlanned(total=4)),
+        Entry(number=2, at=130.0, event=VersionVerified(seconds=9.0)),
+        Entry(number=3, at=160.0, event=VersionVerified(seconds=1.0)),
+        Entry(number=4, at=180.0, event=EnginesObserved(verified=2, reports=reports, total=2)),
     ]
     lines = [json.dumps({"version": 1, "state": {"version": 1}, "compacted": False})]
     lines += [entry.model_dump_json() for entry in entries]

@@ -166,7 +166,7 @@ class Outcome:
     """Engine seconds."""
     given_up: float = 0.0
     """Engine seconds of groups that were released and of tokens that were masked."""
-    again: float = 0.0
+    repeated: float = 0.0
     """Engine seconds for prefixes that were computed again since the version had changed."""
     trained: Counter[int] = field(default_factory=Counter[int])
     """Trained tokens by age in steps."""
@@ -229,9 +229,9 @@ class Simulation:
         group, turn = self.running[episode.group], episode.turns[episode.turn]
         version = self.version if self.mode == "continue" else group.begun
         fresh = episode.turns[episode.turn - 1].answered if episode.turn else PROMPT
-        again = episode.prefix - fresh if version != episode.version and episode.turn else 0
-        self.outcome.again += again * self.prefill * TOKEN_SECONDS
-        work = (turn.sampled + (fresh + again) * self.prefill) * TOKEN_SECONDS
+        repeated = episode.prefix - fresh if version != episode.version and episode.turn else 0
+        self.outcome.repeated += repeated * self.prefill * TOKEN_SECONDS
+        work = (turn.sampled + (fresh + repeated) * self.prefill) * TOKEN_SECONDS
         episode.version = version
         group.work[version] += work
         group.tokens[version] += turn.sampled
@@ -292,15 +292,15 @@ class Simulation:
     def _consume(self, group: GroupRun) -> None:
         is_long = self._tokens(group.position) >= self.long_from
         for version, tokens in group.tokens.items():
-            kept = version >= self._oldest()
+            is_trained = version >= self._oldest()
             self.outcome.work += group.work[version]
-            if kept:
+            if is_trained:
                 self.outcome.trained[self.version - version] += tokens
             else:
                 self.outcome.given_up += group.work[version]
                 self.outcome.masked += tokens
             if is_long:
-                self.outcome.long[kept] += tokens
+                self.outcome.long[is_trained] += tokens
 
     def _updated(self) -> None:
         self.training, self.version = False, self.version + 1
@@ -360,20 +360,22 @@ def measure() -> Iterator[Row]:
 
 def _rows(at: str, runs: dict[Mode, list[Outcome]]) -> Iterator[Row]:
     release = fmean(run.seconds for run in runs["release"]) / STEPS
-    for mode, some in runs.items():
-        seconds = fmean(run.seconds for run in some) / STEPS
+    for mode, mode_runs in runs.items():
+        seconds = fmean(run.seconds for run in mode_runs) / STEPS
         yield Row(name=f"{at}/{mode}", value=seconds, unit="s/step", reference=release, against="release")
-        speed = fmean(run.trained.total() / run.seconds for run in some)
+        speed = fmean(run.trained.total() / run.seconds for run in mode_runs)
         yield Row(name=f"{at}/{mode}/trained", value=speed, unit="tokens/s")
-        share = fmean(run.given_up / run.work for run in some)
+        share = fmean(run.given_up / run.work for run in mode_runs)
         yield Row(name=f"{at}/{mode}/given_up", value=share, unit="of engine time")
-        yield Row(name=f"{at}/{mode}/age", value=fmean(run.age for run in some), unit="steps")
-        yield Row(name=f"{at}/{mode}/oldest", value=max(max(run.trained) for run in some), unit="steps")
-    some = runs["continue"]
-    yield Row(name=f"{at}/continue/again", value=fmean(run.again / run.work for run in some), unit="of engine time")
-    masked = fmean(run.masked / (run.masked + run.trained.total()) for run in some)
+        yield Row(name=f"{at}/{mode}/age", value=fmean(run.age for run in mode_runs), unit="steps")
+        yield Row(name=f"{at}/{mode}/oldest", value=max(max(run.trained) for run in mode_runs), unit="steps")
+    continued = runs["continue"]
+    yield Row(
+        name=f"{at}/continue/again", value=fmean(run.repeated / run.work for run in continued), unit="of engine time"
+    )
+    masked = fmean(run.masked / (run.masked + run.trained.total()) for run in continued)
     yield Row(name=f"{at}/continue/masked", value=masked, unit="of tokens")
-    masked = fmean(run.long[False] / run.long.total() for run in some)
+    masked = fmean(run.long[False] / run.long.total() for run in continued)
     yield Row(name=f"{at}/continue/masked_of_long", value=masked, unit="of long scenarios' tokens")
 
 

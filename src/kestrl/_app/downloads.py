@@ -11,7 +11,7 @@ from kestrl._shared.spec.job import DataFile
 from kestrl._shared.spec.scalars import OBJECT_SCHEMES, PinnedFile
 from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore
-from kestrl.storage.pinned import Download, digest_of, fetch
+from kestrl.storage.pinned import Download, digest_of, fetch, fetch_object
 from kestrl.storage.uris import local_path, scheme_of
 
 VARIABLE = "KESTRL_FILES"
@@ -68,12 +68,8 @@ def with_fetched_data(job: AgentRLJob, cache_dir: Path, opened: Callable[[str], 
 
 
 def _fetched_data(uri: str, cache_dir: Path, opened: Callable[[str], ObjectStore]) -> str:
-    place, _, name = uri.rpartition("/")
-    target = cache_dir / "downloaded" / place.replace("://", "/") / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{name}.partial")
-    partial.write_bytes(opened(place).get(name))
-    partial.replace(target)
+    target = cache_dir / "downloaded" / uri.replace("://", "/")
+    fetch_object(uri, target, opened=opened)
     return str(target)
 
 

@@ -23,7 +23,7 @@ from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError, place_error
 from kestrl.storage import open_store
 from kestrl.storage.models import fetch_model, is_published
-from kestrl.storage.pinned import Download, fetch
+from kestrl.storage.pinned import Download, fetch, fetch_object
 from kestrl.storage.uris import local_path, scheme_of
 
 LOOK_SECONDS = 1.0
@@ -201,7 +201,7 @@ def put_file(uri: str, target: Path, volumes: Path, field: str) -> None:
     """Puts a single file in place."""
     scheme = scheme_of(uri)
     if scheme in OBJECT_SCHEMES:
-        _download_file(uri, target)
+        fetch_object(uri, target, opened=open_store)
         return
     check_reach(uri, field)
     volume_path = _in_volume(uri, volumes, field)
@@ -244,14 +244,6 @@ def _copy(source: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
-    partial.replace(target)
-
-
-def _download_file(uri: str, target: Path) -> None:
-    folder, _, name = uri.rpartition("/")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_bytes(open_store(folder).get(name))
     partial.replace(target)
 
 

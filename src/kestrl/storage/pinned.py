@@ -1,10 +1,11 @@
-"""Downloads of large files whose digest is known: in parts, bounded in size and time, complete or absent."""
+"""Downloads of single files, complete or absent; those whose digest is known in parts, bounded in size and time."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,15 +61,40 @@ def fetch(
         raise UserInputError(
             f"{bounds.field}.size: {address} has {_mib(size)}, above the {_mib(bounds.most)} of the manifest; raise it"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{time.time_ns()}.partial")
-    try:
+    with _complete(target) as partial:
         content = _download(store, name, size, partial, bounds, say)
         if content != digest:
             raise UserInputError(
                 f"{bounds.field}.uri: {address} has the sha256 {content}, and the manifest says {digest}: it "
                 "was written again; name the digest of the file that you mean, in the rows as well"
             )
+
+
+def fetch_object(address: str, target: Path, *, opened: Callable[[str], ObjectStore]) -> None:
+    """Downloads an object in place of what the target was.
+
+    Args:
+        address: Its address.
+        target: The file.
+        opened: Opens the store at an address.
+
+    Raises:
+        StorageError: It does not exist, or cannot be read.
+        OSError: The disk is full.
+    """
+    place, _, name = address.rpartition("/")
+    content = opened(place).get(name)
+    with _complete(target) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def _complete(target: Path) -> Generator[Path]:
+    """A file beside the target, which takes its place at the end; nothing is left of it after an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{time.time_ns()}.partial")
+    try:
+        yield partial
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

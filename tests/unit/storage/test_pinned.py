@@ -15,7 +15,7 @@ from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl._shared.spec.scalars import PinnedFile
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import open_store
-from kestrl.storage.pinned import PART, Download, fetch
+from kestrl.storage.pinned import PART, Download, fetch, fetch_object
 
 CONTENT = b"mail " * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -180,3 +180,20 @@ def test_data_of_an_object_store_is_downloaded_for_a_run(bucket: Path, tmp_path:
     local = downloads.with_fetched_data(one, tmp_path / "cache", lambda _: open_store(bucket.as_uri()))
     assert Path(local.spec.data.train.uri).read_bytes() == CONTENT
     assert downloads.with_fetched_data(local, tmp_path, open_store) is local
+
+
+def test_an_object_takes_the_place_of_a_file_or_leaves_it_as_it_is(tmp_path: Path) -> None:
+    store, target = open_store((tmp_path / "bucket").as_uri()), tmp_path / "cache" / "rows.jsonl"
+    store.put("rows.jsonl", b"first")
+    address = store.address("rows.jsonl")
+    fetch_object(address, target, opened=open_store)
+    store.put("rows.jsonl", b"second")
+    fetch_object(address, target, opened=open_store)
+    assert target.read_bytes() == b"second"
+    with pytest.raises(StorageError):
+        fetch_object(store.address("missing.jsonl"), target, opened=open_store)
+    folder = tmp_path / "cache" / "folder"
+    (folder / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match="folder"):
+        fetch_object(address, folder, opened=open_store)
+    assert sorted(path.name for path in target.parent.iterdir()) == ["folder", "rows.jsonl"]

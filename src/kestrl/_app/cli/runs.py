@@ -232,9 +232,10 @@ def scale(
     if name != "engines" or not count.isdecimal():
         raise UserInputError(f"{number!r}: name the number of engines, such as engines=2")
     run = find_run(runs, run_id)
-    check_scale(run.job(), int(count))
     if run.runner_pid() is None:
         raise UserInputError(f"{run.id} is not running; set spec.inference.replicas for its next start")
+    record = run.record()
+    check_scale(run.job(), int(count), None if record is None else record.engine_limit)
     write_atomic(run.path / REQUEST, ScaleRequest(engines=int(count)).model_dump_json())
     runs_option = shlex.join(["--runs", str(run.path.parent)])
     line = f"asked {run.id} for {count} engines; see them join or leave: kestrl status {run.id} {runs_option}"

@@ -17,7 +17,7 @@ from kestrl._app.local.files import write_atomic
 from kestrl._app.local.site import Listener, reserve_engine
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.devices import VISIBLE, with_devices
+from kestrl._shared.plan.devices import with_devices
 from kestrl._shared.plan.engines import engine_component, engine_entry
 from kestrl._shared.plan.planning import agent_component
 from kestrl._shared.plan.settings.learner import EngineList
@@ -38,8 +38,8 @@ class ScaleRequest(BaseModel):
     engines: int = Field(ge=1, le=MOST_ENGINES)
 
 
-def check_scale(job: AgentRLJob, engines: int) -> None:
-    """Checks that a run of a job can have a number of engines.
+def check_scale(job: AgentRLJob, engines: int, limit: int | None) -> None:
+    """Checks that a run of a job can have a number of engines. `limit` is that of the run's devices, None without one.
 
     Raises:
         UserInputError: It cannot.
@@ -52,10 +52,10 @@ def check_scale(job: AgentRLJob, engines: int) -> None:
         )
     if not 1 <= engines <= MOST_ENGINES:
         raise UserInputError(f"engines={engines}: is not between 1 and {MOST_ENGINES}")
-    if inference.accelerator.profile in VISIBLE and engines > replicas.min:
+    if limit is not None and engines > limit:
         raise UserInputError(
-            f"engines={engines}: devices are assigned when a run starts, and this one has those of "
-            f"{replicas.min} engines; raise spec.inference.replicas and run the job again, which resumes it"
+            f"engines={engines}: this run has {inference.accelerator.profile} devices for {limit}; offer it more "
+            "devices and run the job again, which resumes it"
         )
 
 
@@ -100,7 +100,7 @@ class LocalEngineFleet:
     async def _follow(self, content: bytes) -> None:
         try:
             engines = ScaleRequest.model_validate_json(content).engines
-            check_scale(self._job, engines)
+            check_scale(self._job, engines, None if self._site.devices is None else self._site.devices.engine_limit)
             await self._scale(engines)
         except (ValidationError, UserInputError, OSError) as error:
             self._say(f"warning: {self._request} is not followed: {error}")

@@ -11,10 +11,19 @@ from pathlib import Path
 from kestrl._app.local.devices import LocalDevice
 from kestrl._app.local.files import write_atomic
 from kestrl._shared.checking import ask
-from kestrl._shared.plan.devices import LEARNER, MachineDevices, Need, assigned_devices, shared_devices
+from kestrl._shared.plan.devices import (
+    LEARNER,
+    VISIBLE,
+    MachineDevices,
+    Need,
+    assigned_devices,
+    joining_devices,
+    shared_devices,
+)
 from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.plan.sharing import SharedMemory
+from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec import AgentRLJob
 from kestrl.engines import EngineMemory
 from kestrl.errors import SeveralProblems, UserInputError
@@ -80,12 +89,12 @@ def machine_devices(
     assigned = assigned_devices(needs, indices)
     common = shared_devices(assigned, needs)
     if not common:
-        return MachineDevices(assigned=assigned)
+        return _separate_devices(job.spec, assigned, indices)
     profile = next(need.profile for need in needs if need.component == LEARNER)
     inference = job.spec.inference
     if inference.engine == "sglang":  # its share is of what is free when it starts, which the learner changes
         if "mem-fraction-static" in {name.replace("_", "-") for name in inference.args}:
-            return MachineDevices(assigned=assigned)
+            return MachineDevices(assigned=assigned, engine_limit=job.spec.inference.replicas.min)
         raise UserInputError(
             f"spec.inference.engine: sglang and the learner would share a {profile} device, whose memory is divided "
             "for vllm alone; offer one more device, use vllm, or limit the engine's part with "
@@ -98,7 +107,7 @@ def machine_devices(
             f"the learner shares {profile} device {', '.join(unknown)} with an engine, and its memory is not known: "
             "limit the engine's part with inference.args, such as gpu-memory-utilization"
         )
-        return MachineDevices(assigned=assigned, notes=(note,))
+        return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, notes=(note,))
     settings = memory_settings(job, model=model, row=None)
     estimate = cached_estimate(settings, cache_dir)
     spec = job.spec
@@ -124,4 +133,24 @@ def machine_devices(
             f"{part.utilization * total / GIB:.1f} for the engine, {part.cache_bytes / GIB:.1f} of them KV cache, and "
             f"{division.learner / GIB:.1f} for the learner"
         )
-    return MachineDevices(assigned=assigned, memory=memory, notes=tuple(notes))
+    return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, memory=memory, notes=tuple(notes))
+
+
+def _separate_devices(
+    spec: JobSpec, assigned: Mapping[str, tuple[str, ...]], indices: Mapping[str, Sequence[str]]
+) -> MachineDevices:
+    """Devices of a job of which no engine shares one with the learner; further ones are for engines that join."""
+    inference, replicas = spec.inference, spec.inference.replicas
+    if inference.accelerator.profile not in VISIBLE:
+        return MachineDevices(assigned=assigned)
+    joining = joining_devices(spec, assigned, indices)
+    limit = replicas.min + len(joining)
+    note = (
+        f"spec.inference.replicas.max: {replicas.max} engines, and this machine offers {inference.accelerator.profile} "
+        f"devices for {limit}"
+    )
+    return MachineDevices(
+        assigned={**assigned, **joining},
+        engine_limit=limit,
+        notes=() if replicas.fixed or limit >= replicas.max else (note,),
+    )

@@ -95,7 +95,8 @@ class Runner:
         credentials = {secret.value: secrets.token_urlsafe(24) for secret in Secret}
         self._job, self._run, self._site, self._view, self._options = job, run, site, view, options
         self._state = RunState()
-        record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid())
+        limit = None if site.devices is None else site.devices.engine_limit
+        record = RunnerRecord(run=run.id, job=job.metadata.name, pid=os.getpid(), engine_limit=limit)
         self._record = RunnerRecordFile(run.path / RECORD, record)
         self._token = credentials[Secret.CONTROLLER_TO_LEARNER.value]
         granted = Secrets(job, options.manifest_dir).by_role()

@@ -48,6 +48,8 @@ class RunnerRecord(Versioned):
     state: RunState | None = None
     """The run as the learner last reported it; None before its first report."""
     components: dict[str, ComponentRecord] = Field(default_factory=dict[str, ComponentRecord])
+    engine_limit: int | None = None
+    """Engines that have devices; None if engines need none."""
     followers: dict[str, str] = Field(default_factory=dict[str, str])
     """What has become of the run at each place that it is sent to, in words, by the place's name."""
     ended: int | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kestrl._shared.plan.components import Component
+from kestrl._shared.spec.inference import MOST_ENGINES
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
 from kestrl.errors import UserInputError
@@ -32,7 +33,9 @@ class MachineDevices:
     """What the components of a job use of one machine's devices."""
 
     assigned: Mapping[str, tuple[str, ...]]
-    """Indices by component."""
+    """Indices by component, of engines that may join the run, too."""
+    engine_limit: int | None = None
+    """Engines that have devices; None if engines need none."""
     memory: Mapping[str, EngineMemory] = field(default_factory=dict[str, EngineMemory])
     """Memory of the engines that share a device with the learner."""
     notes: tuple[str, ...] = ()
@@ -78,6 +81,23 @@ def assigned_devices(needs: Sequence[Need], available: Mapping[str, Sequence[str
             first = min(engine_devices, len(devices) - learner)
             assigned[LEARNER] = devices[first : first + learner]
     return assigned
+
+
+def joining_devices(
+    spec: JobSpec, assigned: Mapping[str, Sequence[str]], available: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Indices of the devices of engines that may join a run: those that nobody has, up to the most of a range."""
+    engines, replicas = spec.inference.accelerator, spec.inference.replicas
+    if engines.profile not in VISIBLE:
+        return {}
+    taken = {index for component in assigned.values() for index in component}
+    rest = [index for index in available.get(engines.profile, ()) if index not in taken]
+    most = MOST_ENGINES if replicas.fixed else replicas.max
+    count = min(len(rest) // engines.count, most - replicas.min)
+    return {
+        f"engine-{replicas.min + number}": tuple(rest[number * engines.count : (number + 1) * engines.count])
+        for number in range(count)
+    }
 
 
 def shared_devices(assigned: Mapping[str, Sequence[str]], needs: Sequence[Need]) -> dict[str, tuple[str, ...]]:

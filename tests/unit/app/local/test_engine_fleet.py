@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from kestrl._app.local import engine_fleet
+from kestrl._app.local.devices import LocalDevice
 from kestrl._app.local.engine_fleet import LocalEngineFleet, ScaleRequest, check_scale
+from kestrl._app.local.memory import machine_devices
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.site import replicas
 from kestrl._app.local.supervisor import Supervisor
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.devices import device_needs
 from kestrl._shared.plan.settings.learner import EngineList
 from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import AgentRLJob, parse_job
@@ -149,23 +152,55 @@ async def test_a_request_that_cannot_be_followed_is_said_and_changes_nothing(sca
 
 
 def test_devices_bound_the_number_of_engines() -> None:
-    check_scale(job(2), 5)
-    check_scale(job(2, rewards=[{"ruler": {"self": True}}]), 1)  # its judge follows the engines
+    check_scale(job(2), 5, None)
+    check_scale(job(2, rewards=[{"ruler": {"self": True}}]), 1, None)  # its judge follows the engines
     with pytest.raises(UserInputError, match="between 1 and 256"):
-        check_scale(job(2), 0)
+        check_scale(job(2), 0, None)
     on_cards = job(2, inference={"accelerator": {"profile": "nvidia"}})
-    check_scale(on_cards, 1)
-    with pytest.raises(UserInputError, match=r"raise spec\.inference\.replicas"):
-        check_scale(on_cards, 3)
+    check_scale(on_cards, 1, 3)
+    check_scale(on_cards, 3, 3)
+    with pytest.raises(UserInputError) as caught:
+        check_scale(on_cards, 4, 3)
+    assert str(caught.value) == (
+        "engines=4: this run has nvidia devices for 3; offer it more devices and run the job again, which resumes it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "offered", "joining", "note"),
+    [
+        ({"min": 1, "max": 3}, 4, {"engine-1": ("2",), "engine-2": ("3",)}, ""),
+        ({"min": 1, "max": 2}, 4, {"engine-1": ("2",)}, ""),
+        ({"min": 1, "max": 4}, 3, {"engine-1": ("2",)}, "replicas.max: 4 engines, and this machine offers nvidia"),
+        (2, 4, {"engine-2": ("3",)}, ""),
+        (1, 2, {}, ""),
+    ],
+)
+def test_engines_that_join_have_the_devices_that_are_left(
+    engines: Any, offered: int, joining: dict[str, tuple[str, ...]], note: str, tmp_path: Path
+) -> None:
+    on_cards = job(
+        engines,
+        inference={"accelerator": {"profile": "nvidia"}},
+        learner={"accelerator": {"profile": "nvidia"}},
+    )
+    cards = {"nvidia": [LocalDevice(index=str(index), name="card") for index in range(offered)]}
+    devices = machine_devices(on_cards, tuple(device_needs(on_cards.spec)), cards, model="m", cache_dir=tmp_path)
+    least = on_cards.spec.inference.replicas.min
+    start = {f"engine-{index}": (str(index),) for index in range(least)} | {"learner-0": (str(least),)}
+    assert devices.assigned == start | joining
+    assert devices.engine_limit == least + len(joining)
+    assert note in "".join(devices.notes)
+    assert bool(note) == bool(devices.notes)
 
 
 def test_a_range_bounds_the_number_of_engines() -> None:
     ranged = job({"min": 2, "max": 4})
     for number in (2, 3, 4):
-        check_scale(ranged, number)
+        check_scale(ranged, number, None)
     for number in (1, 5):
         with pytest.raises(UserInputError) as caught:
-            check_scale(ranged, number)
+            check_scale(ranged, number, None)
         assert str(caught.value) == (
             f"engines={number}: spec.inference.replicas allows 2 to 4; name one of these, or change the range and run "
             "the job again, which resumes it"

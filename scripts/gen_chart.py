@@ -144,8 +144,8 @@ def chart_schema(values: Sequence[Value]) -> Schema:
     for value in values:
         if value.name == "jobs":
             describe(value, jobs, shared)
-    # Helm passes `global` to every subchart.
-    properties["global"] = {"type": "object"}
+    # Helm passes `global` of the chart around this one, with what other charts have in it.
+    properties["global"]["additionalProperties"] = True
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Values of the chart kestrl",

@@ -70,6 +70,37 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- range $name, $text := .Values.commonLabels }}
+{{- if not (has $name (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart")) }}
+{{ $name }}: {{ $text | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* An image, from the registry of all images if there is one. Takes a list: the root, and the image. */}}
+{{- define "kestrl.image" -}}
+{{- $registry := (index . 0).Values.global.registry | trimSuffix "/" -}}
+{{- $registry | empty | ternary (index . 1) (regexReplaceAll "^[^/]+/" (index . 1) (printf "%s/" $registry)) -}}
+{{- end }}
+
+{{- /* The settings of jobs, with their images from that registry. */}}
+{{- define "kestrl.jobs" -}}
+{{- $root := . -}}
+{{- $images := dict -}}
+{{- range $name, $image := .Values.jobs.images -}}
+{{- if kindIs "map" $image -}}
+{{- $builds := dict -}}
+{{- range $build, $one := $image -}}
+{{- $_ := set $builds $build (include "kestrl.image" (list $root $one)) -}}
+{{- end -}}
+{{- $_ := set $images $name $builds -}}
+{{- else if or (not (kindIs "string" $image)) (eq $name "pullPolicy") -}}
+{{- $_ := set $images $name $image -}}
+{{- else -}}
+{{- $_ := set $images $name (include "kestrl.image" (list $root $image)) -}}
+{{- end -}}
+{{- end -}}
+{{- set (deepCopy .Values.jobs) "images" $images | toYaml -}}
 {{- end }}
 
 {{- /* Labels of the operator's own objects. */}}
@@ -82,7 +113,7 @@ app.kubernetes.io/name: kestrl-operator
 {{- define "kestrl.config" -}}
 {{- $lease := dict "name" (include "kestrl.operator" .) "namespace" .Release.Namespace "seconds" .Values.operator.leaseSeconds -}}
 {{- dict
-  "jobs" .Values.jobs
+  "jobs" (include "kestrl.jobs" . | fromYaml)
   "namespaces" .Values.namespaces
   "keyFile" "/etc/kestrl-key/key"
   "lease" $lease

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from kestrl._shared.log_lines import start_log
+from kestrl._shared.log_lines import set_level, start_log
 from kestrl._shared.processes.stopping import end_at_sigterm
 
 if __name__ == "__main__":
@@ -26,10 +26,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file rendered from the chart's values")
     path = parser.parse_args().config
-    start_log()
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
 
     def run() -> None:
+        start_log()
+        set_level("kestrl_operator")
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)
         config = read_config(path)
         name = os.environ.get("POD_NAME", "operator-0")
         set_up(name, job="", run="", endpoint=config.otlp, metrics_listen=config.metrics_listen)

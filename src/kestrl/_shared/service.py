@@ -6,15 +6,14 @@ import argparse
 import asyncio
 import gc
 import logging
-import os
 import sys
 from asyncio.tasks import _unregister_task as unregister_task  # pyright: ignore[reportPrivateUsage] - documented: "Extending asyncio"
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT, LEVEL_VARIABLE
+from kestrl._shared.conventions import EXIT_FAILED, EXIT_INPUT
 from kestrl._shared.credentials import require
-from kestrl._shared.log_lines import environment_redactor, start_log
+from kestrl._shared.log_lines import environment_redactor, set_level, start_log
 from kestrl._shared.plan.settings.common import Settings
 from kestrl._shared.processes.stopping import leave
 from kestrl._shared.telemetry import set_up
@@ -33,13 +32,13 @@ def run_service(
 ) -> int:
     """Runs a service to its end and returns the process's exit code, as `exit_code` does."""
     path = settings_path()
-    start_log()
 
     def run() -> None:
+        start_log()
         settings = settings_type.read(path)
         role = settings.component.partition("-")[0]
         require(role)
-        _set_level(f"kestrl_{role}")
+        set_level(f"kestrl_{role}")
         sys.path[:0] = settings.python_path
         set_up(
             settings.component,
@@ -57,19 +56,6 @@ def run_service(
             asyncio.run(_finish(work(settings)))
 
     return leave(exit_code(run))
-
-
-def _set_level(package: str) -> None:
-    """Sets the level of a service's own loggers from `KESTRL_LOG_LEVEL`; libraries keep logging from INFO on.
-
-    Raises:
-        UserInputError: The variable names no level.
-    """
-    level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
-    levels = logging.getLevelNamesMapping()
-    if level not in levels:
-        raise UserInputError(f"{LEVEL_VARIABLE}: {level!r} is not one of {', '.join(levels)}")
-    logging.getLogger(package).setLevel(level)
 
 
 def collect_rarely() -> None:

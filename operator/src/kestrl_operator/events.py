@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import EVENT, JOB, Kind
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.status.conditions import LOST, Type
 
 log = logging.getLogger(__name__)

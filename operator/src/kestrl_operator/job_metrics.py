@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrl._shared.plan.components import Role
-from kestrl_operator.state.store import Key, Store
+from kestrl_operator.state.jobs import Key
+from kestrl_operator.state.store import Store
 
 Object = Mapping[str, Any]
 DEVICE_PARTS: Mapping[Role, str] = {Role.INFERENCE: "inference", Role.LEARNER: "learner", Role.RANKS: "learner"}

@@ -21,7 +21,7 @@ from kestrl_operator.apiserver.client import Api
 from kestrl_operator.apiserver.kinds import JOB, POD
 from kestrl_operator.config import OperatorConfig, read_config
 from kestrl_operator.controllers.manifests import Manifests
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
 
 from .operating import COUNT, PODS, Object, fill, held, jobs, operating, places, report

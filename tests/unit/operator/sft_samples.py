@@ -9,7 +9,7 @@ from tests.unit.operator.rendering import VALUES
 from kestrl_operator.controllers.sft_manifests import SFTManifests
 from kestrl_operator.render.pods import Object
 from kestrl_operator.state.cluster import read_cluster
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 
 NAME, NAMESPACE, UID = "warm-up", "team-a", "5f000000-0000-4000-8000-000000000001"
 RESULT = '{"version": "warm-up.40.3f0c", "sha256": "3f0c", "uri": "s3://bucket/warm-up-5f000000/adapters/000040-3f0c"}'

@@ -10,8 +10,9 @@ from kestrl_operator.apiserver.client import Api, Gone
 from kestrl_operator.apiserver.kinds import STATEFUL_SET
 from kestrl_operator.events import Events, Notice
 from kestrl_operator.state.cluster import workload
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot
-from kestrl_operator.state.store import Key, Store
+from kestrl_operator.state.store import Store
 
 log = logging.getLogger(__name__)
 

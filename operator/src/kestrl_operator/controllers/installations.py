@@ -17,7 +17,7 @@ from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import LEASE, Kind
 from kestrl_operator.apiserver.lease_age import LeaseAge
 from kestrl_operator.events import Events, Notice
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import JobObjects, Key
 
 log = logging.getLogger(__name__)
 LOOK_SHARE = 0.2
@@ -164,18 +164,10 @@ class Reconciling(Protocol):
         ...
 
 
-class JobStore(Protocol):
-    """A store of jobs."""
-
-    jobs: dict[Key, Mapping[str, Any]]
-
-    def job(self, body: Mapping[str, Any], *, deleted: bool = False) -> Key | None: ...
-
-
 class ClaimedJobs:
     """A reconciler of those jobs alone that name this installation."""
 
-    def __init__(self, installations: Installations, kind: Kind, jobs: JobStore, reconciler: Reconciling) -> None:
+    def __init__(self, installations: Installations, kind: Kind, jobs: JobObjects, reconciler: Reconciling) -> None:
         self._installations, self._kind = installations, kind
         self._jobs, self._reconciler = jobs, reconciler
 

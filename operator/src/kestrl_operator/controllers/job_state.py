@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Memory
-from kestrl_operator.state.store import Key, OwnedObject
+from kestrl_operator.state.store import OwnedObject
 
 
 class ParsedManifest(NamedTuple):

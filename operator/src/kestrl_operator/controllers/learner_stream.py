@@ -21,8 +21,8 @@ from kestrl.api.learner.v1 import learner_pb2_grpc as stubs
 from kestrl.errors import KestrlError
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import LearnerReport
-from kestrl_operator.state.store import Key
 
 log = logging.getLogger(__name__)
 INTERVAL = 1.0

@@ -18,8 +18,8 @@ from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import preparation
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, placed_file, site_of, storage_of
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
-from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import Decision, Stage
 
 Object = dict[str, Any]

@@ -11,8 +11,8 @@ from kestrl_operator.apiserver.kinds import OLD_EVENT
 from kestrl_operator.controllers.job_state import JobState, Shortage
 from kestrl_operator.render.network import ROLES
 from kestrl_operator.state.cluster import replicas, workload
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot
-from kestrl_operator.state.store import Key
 from kestrl_operator.status.lifecycle import short_of_pods_since
 
 EVENT_LOOKUP_SECONDS = 15.0

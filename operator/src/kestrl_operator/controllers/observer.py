@@ -11,8 +11,9 @@ from kestrl._shared.spec import AgentRLJob
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.job_state import Fallback, JobState, ParsedManifest
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
-from kestrl_operator.state.store import Key, Store
+from kestrl_operator.state.store import Store
 from kestrl_operator.status.build import remembered
 from kestrl_operator.status.conditions import Type
 from kestrl_operator.status.waiting import PARTLY_SECONDS, is_partly_scheduled

@@ -28,8 +28,9 @@ from kestrl_operator.controllers.status_writer import StatusWriter
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.state.cluster import GRPC_PORT, Cluster, workload
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot, seconds_of
-from kestrl_operator.state.store import Key, OwnedObject, Store
+from kestrl_operator.state.store import OwnedObject, Store
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.lifecycle import Decision, Stage, decide

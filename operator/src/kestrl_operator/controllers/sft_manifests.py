@@ -10,7 +10,7 @@ from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.cluster import Cluster, identity_of, storage_of
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 
 Object = dict[str, Any]
 

@@ -23,8 +23,8 @@ from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.cluster import Cluster
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.sft import SFT_LABEL, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
-from kestrl_operator.state.store import Key
 from kestrl_operator.status.build import without_empties, written
 from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure

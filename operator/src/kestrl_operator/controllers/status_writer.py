@@ -10,8 +10,9 @@ from typing import Any
 from kestrl_operator.apiserver.client import Api, Conflict, Gone
 from kestrl_operator.controllers.job_state import JobState
 from kestrl_operator.events import Events
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot
-from kestrl_operator.state.store import Key, Store
+from kestrl_operator.state.store import Store
 from kestrl_operator.status.build import states_in, with_failure, without_empties
 
 NUMBERS_SECONDS = 25.0

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 
 from kestrl._shared.spec.sft import SFT_KIND
 from kestrl._shared.spec.status import ResultStatus
+from kestrl_operator.apiserver.kinds import SFT_JOB, Kind
+from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import ended, unstartable
 from kestrl_operator.state.snapshot import STORAGE, ContainerEnd, seconds_of
-from kestrl_operator.state.store import Key
-from kestrl_operator.state.versions import Versions, uid_of
+from kestrl_operator.state.versions import uid_of
 
 Object = Mapping[str, Any]
 NOTHING: Object = {}
@@ -62,26 +63,17 @@ class SFTPod:
     """What the program wrote at its end."""
 
 
-class SFTStore:
-    """The newest known state of SFTJobs and their Jobs. An event older than that state changes nothing."""
+class SFTStore(JobObjects):
+    """The SFTJobs and their Jobs."""
 
     def __init__(self) -> None:
-        self.jobs: dict[Key, Object] = {}
+        super().__init__()
         self._batches: dict[str, tuple[Key, Object]] = {}
         """Jobs by uid."""
-        self._versions = Versions()
 
-    def job(self, body: Object, *, deleted: bool = False) -> Key:
-        """Stores an SFTJob; returns its key."""
-        key, stored_job = _key(body), self.jobs.get(_key(body))
-        if deleted:
-            self._versions.delete(body)
-            if stored_job is not None and uid_of(stored_job) == uid_of(body):
-                del self.jobs[key]
-        elif self._versions.take(body):
-            metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
-            self.jobs[key] = {**body, "metadata": metadata}
-        return key
+    def take(self, kind: Kind, body: Object, deleted: bool) -> Key | None:
+        """Stores an SFTJob or a Job; returns the key of the SFTJob concerned."""
+        return self.job(body, deleted=deleted) if kind == SFT_JOB else self.batch(body, deleted=deleted)
 
     def batch(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Job; returns the key of its SFTJob."""
@@ -101,21 +93,13 @@ class SFTStore:
         batches = (body for place, body in self._batches.values() if place == key)
         return next((body for body in batches if owner_uid(body) == uid), None)
 
-    def version(self, uid: str) -> int:
-        """The known resourceVersion of an object; 0 for none."""
-        return self._versions.of(uid)
-
     def known(self) -> frozenset[str]:
         """Uids of everything: whatever a list requested from now on does not contain was deleted."""
         return frozenset(map(uid_of, self.jobs.values())) | frozenset(self._batches)
 
     def forget(self, uids: Collection[str]) -> Iterator[Key]:
         """Removes objects by uid; yields the keys of their SFTJobs."""
-        for key, body in list(self.jobs.items()):
-            if uid_of(body) in uids:
-                del self.jobs[key]
-                self._versions.forget(uid_of(body))
-                yield key
+        yield from self.forget_jobs(uids)
         for uid, (key, _) in list(self._batches.items()):
             if uid in uids:
                 del self._batches[uid]
@@ -180,7 +164,3 @@ def _result(terminated: Object) -> ResultStatus | None:
         return ResultStatus.model_validate_json(terminated.get("message", ""))
     except ValidationError:
         return None
-
-
-def _key(body: Object) -> Key:
-    return Key(body["metadata"]["namespace"], body["metadata"]["name"])

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import KIND
 from kestrl_operator.state.accelerators import Node
+from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import pod_of, workload_of
 from kestrl_operator.state.snapshot import Pod, Workload
-from kestrl_operator.state.versions import Versions
 
 Object = Mapping[str, Any]
 JOB_LABEL = "kestrl.dev/job"
@@ -21,16 +21,6 @@ INSTANCE_LABEL = "app.kubernetes.io/instance"
 WORKLOADS = frozenset({"StatefulSet", "Deployment"})
 OF_USERS = ("generation", "labels", "annotations", "deletionTimestamp")
 """Metadata of a job that change by what users do."""
-
-
-class Key(NamedTuple):
-    """Namespace and name of a job."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
 
 
 class OwnedObject(NamedTuple):
@@ -70,11 +60,11 @@ def _belongs(pod: Pod, workloads: Collection[str], uid: str) -> bool:
     return owner in workloads or (kind == "ReplicaSet" and pod.job == uid)
 
 
-class Store:
-    """The newest known state of each object. An event older than that state changes nothing."""
+class Store(JobObjects):
+    """The AgentRLJobs, and the newest known state of each object that belongs to one."""
 
     def __init__(self) -> None:
-        self.jobs: dict[Key, Object] = {}
+        super().__init__()
         self.nodes: Sequence[Node] | None = None
         """The nodes as last listed; None where this operator may not list them."""
         self._written: dict[str, Object] = {}
@@ -82,7 +72,6 @@ class Store:
         self._dependents: dict[Key, Dependents] = {}
         self._owners: dict[str, str] = {}
         """Uid of the owning job by uid of the child; empty for an orphaned child."""
-        self._versions = Versions()
 
     def pods(self, key: Key, uid: str) -> list[Pod]:
         """Pods created by workloads of this job. Pods that only carry its labels belong to a deleted job of the name,
@@ -119,24 +108,8 @@ class Store:
             if any(pod.node in nodes for pod in dependents.pods.values()):
                 yield key
 
-    def version(self, uid: str) -> int:
-        """The known resourceVersion of an object; 0 for none."""
-        return self._versions.of(uid)
-
     def _of(self, key: Key) -> Dependents:
         return self._dependents.get(key, NO_DEPENDENTS)
-
-    def job(self, body: Object, *, deleted: bool = False) -> Key:
-        """Stores a job; returns its key."""
-        metadata = body["metadata"]
-        key = Key(metadata["namespace"], metadata["name"])
-        if deleted:
-            self._versions.delete(body)
-            self.drop(key, metadata["uid"])
-        elif self._versions.take(body):
-            lean = {name: value for name, value in metadata.items() if name != "managedFields"}
-            self.jobs[key] = {**body, "metadata": lean}
-        return key
 
     def expect(self, uid: str, status: Object) -> None:
         """Notes a status that this process is about to write."""
@@ -155,12 +128,8 @@ class Store:
         return all(stored_job["metadata"].get(name) == metadata.get(name) for name in OF_USERS)
 
     def drop(self, key: Key, uid: str) -> None:
-        """Removes a job that no longer exists."""
         self._written.pop(uid, None)
-        stored_job = self.jobs.get(key)
-        if stored_job is not None and stored_job["metadata"]["uid"] == uid:
-            del self.jobs[key]
-        self._versions.forget(uid)
+        super().drop(key, uid)
 
     def pod(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a pod; returns the key of its job."""
@@ -226,10 +195,7 @@ class Store:
 
     def forget(self, uids: Collection[str]) -> Iterator[Key]:
         """Removes objects that a list did not contain, by uid; yields the keys of their jobs."""
-        for key, job in list(self.jobs.items()):
-            if job["metadata"]["uid"] in uids:
-                self.drop(key, job["metadata"]["uid"])
-                yield key
+        yield from self.forget_jobs(uids)
         for key, dependents in list(self._dependents.items()):
             for pod in [pod for pod in dependents.pods.values() if pod.uid in uids]:
                 self._forget_pod(key, pod.name, pod.uid)

@@ -14,8 +14,9 @@ from functools import partial
 
 from kestrl_operator.apiserver.client import Api, Mark, Object
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, NODE, POD, SFT_JOB, Kind
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.parsing import node_of
-from kestrl_operator.state.store import JOB_LABEL, Key, Store
+from kestrl_operator.state.store import JOB_LABEL, Store
 from kestrl_operator.watch.streams import MANAGED, WATCHED
 
 log = logging.getLogger(__name__)

@@ -106,7 +106,8 @@ class Running:
 
     def has_nothing_to_do(self, cluster: FakeKubernetes, learners: Mapping[str, FakeLearner], *, leads: bool) -> bool:
         """Whether everything that happened was delivered and, if it leads, processed, and no pass is due soon."""
-        queues, soon = (self.operator._queue, self.operator._sft_queue), asyncio.get_running_loop().time() + SOON
+        queues = [controller.queue for controller in self.operator._controllers]
+        soon = asyncio.get_running_loop().time() + SOON
         return (
             self.has_delivered(cluster)
             and all(self._has_newest_report(stream, learners) for stream in self.operator._states._streams())
@@ -195,7 +196,7 @@ class Stage:
                 if running.task.done():
                     running.task.result()
                     raise AssertionError(f"{running.user} has ended")
-                assert not running.operator._passes["bug"], "a pass raised an unexpected error; see the log"
+                assert not running.operator._workers.passes["bug"], "a pass raised an unexpected error; see the log"
             return holds()
 
         return await self.cluster.until(looked, what, seconds=seconds)

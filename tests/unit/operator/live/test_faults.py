@@ -11,12 +11,11 @@ import pytest
 from tests.fakes.kubernetes import Controllers
 
 from kestrl._shared.backoff import Backoff
-from kestrl_operator import operator
 from kestrl_operator.apiserver import client as api_module
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import JOB as JOB_KIND
-from kestrl_operator.controllers import applier, manifests, missing_pods
-from kestrl_operator.state.store import Key
+from kestrl_operator.controllers import applier, manifests, missing_pods, workers
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.work import workqueue
 
 from .stage import CHILDREN, JOB, NAMESPACE, UNSEEN, WORKLOADS, Stage, ready
@@ -124,7 +123,7 @@ async def test_repeated_api_failures_are_reported_until_a_pass_succeeds(stage: S
     trouble = stage.cluster.fail("patch", "statefulsets", status=503, message="etcdserver: leader changed")
     stage.job()
     await stage.until(lambda: stage.condition("Ready")[1] == "OperatorFailed", "it is reported")
-    assert trouble.hits >= operator.REPORT_AFTER_FAILURES, "a transient failure is reported"
+    assert trouble.hits >= workers.REPORT_AFTER_FAILURES, "a transient failure is reported"
     assert "etcdserver: leader changed" in stage.condition("Ready")[2]
     await stage.until(lambda: stage.events("OperatorFailed"), "people hear of it")
     written, hits = stage.cluster.get("agentrljobs", NAMESPACE, JOB), trouble.hits
@@ -153,7 +152,7 @@ async def test_a_bug_with_one_job_is_in_its_status_and_stops_no_other_job(
     assert stage.condition("Ready", "bad")[2] == ("a bug in the operator, see its log: KeyError: 'an unforeseen error'")
     await stage.cluster.until(stage.learner, "the other is applied")
     monkeypatch.undo()
-    running.operator._passes["bug"] = 0
+    running.operator._workers.passes["bug"] = 0
     await stage.applied("bad")
     await stage.until(lambda: stage.condition("Ready", "bad")[1] == "NotReady", "it works again")
 
@@ -164,7 +163,7 @@ async def test_a_conflict_of_the_status_is_retried_and_is_no_failure(stage: Stag
     stage.job()
     await stage.applied()
     assert conflict.hits
-    assert running.operator._passes["failed"] == 0
+    assert running.operator._workers.passes["failed"] == 0
 
 
 async def test_an_unwatched_object_is_created_again_when_a_pod_needs_it(

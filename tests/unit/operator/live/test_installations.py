@@ -41,7 +41,7 @@ def installation(stage: Stage, name: str = JOB) -> str:
 def foreign_jobs(running: Running) -> int:
     """The metric kestrl_operator_foreign_jobs."""
     operator = running.operator
-    return metrics.foreign((operator._store, operator._sft_store), operator._installations)
+    return metrics.foreign(operator._controllers, operator._installations)
 
 
 def generations(stage: Stage) -> dict[str, int]:

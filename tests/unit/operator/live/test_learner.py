@@ -82,12 +82,12 @@ async def test_what_the_operator_writes_causes_no_other_pass(stage: Stage, monke
     async with scene(stage, report("training", 9)) as on:
         await stage.until(lambda: stage.phase() == "Running", "it runs")
         await stage.settled()
-        passes = on.running.operator._passes["ok"]
+        passes = on.running.operator._workers.passes["ok"]
         for step in range(10, 13):
             on.learner.report(report("training", step))
             await stage.until(lambda step=step: stage.status()["progress"]["step"] == step, "it is written")
             await stage.settled()
-        assert on.running.operator._passes["ok"] == passes + 3
+        assert on.running.operator._workers.passes["ok"] == passes + 3
 
 
 async def test_the_last_numbers_are_written_without_another_report(

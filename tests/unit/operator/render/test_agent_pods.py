@@ -14,7 +14,7 @@ from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.render import render
 from kestrl_operator.state.cluster import read_cluster
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 
 AGENT, ROLLOUT = "email-search-agent", "email-search-rollout"
 MANIFEST = ("tools=[]", "agent={maxTokens: 512, run: 'mine:agent', image: 'r/mine:3', replicas: 2, env: {DEPTH: '3'}}")

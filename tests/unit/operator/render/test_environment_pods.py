@@ -13,7 +13,7 @@ from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.cluster import read_cluster
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 
 TOOLS = "email-search-tools"
 

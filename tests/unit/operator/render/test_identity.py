@@ -15,7 +15,7 @@ from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.cluster import ServiceAccount, identity_of, read_cluster, storage_of
-from kestrl_operator.state.store import Key
+from kestrl_operator.state.jobs import Key
 
 NAMED = "storage.serviceAccount=training"
 AMAZON: dict[str, Any] = {"name": "training"}

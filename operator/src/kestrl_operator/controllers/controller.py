@@ -1,0 +1,41 @@
+"""One controller for each kind of job: what it watches, what it knows, and what brings its jobs to their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl_operator.apiserver.kinds import Kind
+from kestrl_operator.controllers.installations import ClaimedJobs
+from kestrl_operator.state.jobs import JobObjects, Key
+from kestrl_operator.work.workqueue import Queue
+
+Object = Mapping[str, Any]
+Take = Callable[[Kind, Object, bool], Key | None]
+"""Stores an object of an event, deleted or not; returns the job that needs a pass, if any does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controller:
+    """A kind of job, and its passes."""
+
+    kind: Kind
+    watched: frozenset[Kind]
+    """The kind itself, and what belongs to its jobs."""
+    store: JobObjects
+    take: Take
+    reconciler: ClaimedJobs
+    workers: int
+    """Jobs that are reconciled at the same time."""
+    queue: Queue[Key] = field(default_factory=Queue[Key])
+
+    def receive(self, kind: Kind, body: Object, deleted: bool) -> None:
+        """Handles an event of a watch stream, if it is of a watched kind."""
+        if kind in self.watched and (key := self.take(kind, body, deleted)) is not None:
+            self.queue.add(key)
+
+    def add_all(self) -> None:
+        """Queues every job."""
+        for key in self.store.jobs:
+            self.queue.add(key)

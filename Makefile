@@ -1,7 +1,7 @@
 # Entry points for developers and CI. `make demo` and `make test` work on a fresh clone: they set up what they need.
 SHELL := /bin/bash
 PYTHON ?= python3.11
-UV_VERSION := 0.13.8
+UV_VERSION := 0.13.9
 GO_VERSION := 1.27.3
 TOOLS := .tools
 UV := $(TOOLS)/bin/uv

@@ -4,7 +4,7 @@ ARG CHIP=
 ARG BASE=quay.io/ascend/cann:9.1.0-${CHIP:-910b}-ubuntu22.04-py3.11
 
 FROM ${BASE} AS build
-ARG UV=0.13.8
+ARG UV=0.13.9
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==${UV}
 ENV VIRTUAL_ENV=/opt/kestrl UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1 UV_SYSTEM_CERTS=1
 WORKDIR /src

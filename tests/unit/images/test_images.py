@@ -83,6 +83,13 @@ def test_the_tools_of_the_builds_are_the_makefile_s() -> None:
     assert named == {uv}
 
 
+def test_the_environment_and_that_of_the_engine_are_installed_by_one_uv() -> None:
+    """Versions of uv may have caches of their own, and environments share the files of one cache."""
+    (makefile,) = re.findall(r"^UV_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    assert [package["version"] for package in lock["package"] if package["name"] == "uv"] == [makefile]
+
+
 def test_torch_npu_is_made_for_the_torch_of_the_lock() -> None:
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
     (torch,) = (package["version"] for package in lock["package"] if package["name"] == "torch")

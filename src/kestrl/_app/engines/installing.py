@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kestrl._app.engines.builds import Wanted, lock_text, locked_version
+from kestrl._app.engines.builds import LOCKED, Wanted, lock_text, locked_version
 from kestrl._app.engines.resolving import resolve
 from kestrl._app.engines.store import (
     RECORD,
@@ -19,7 +19,7 @@ from kestrl._app.engines.store import (
     name_of,
     read_installed,
 )
-from kestrl._app.interpreters.making import make_environment
+from kestrl._app.interpreters.making import REQUIREMENTS, make_environment
 from kestrl._app.interpreters.places import locked, remove_unfinished, users
 from kestrl._shared.spec.inference import is_version
 from kestrl.errors import UserInputError
@@ -31,7 +31,8 @@ BYTES = 8 * 2**30
 
 
 def install(folder: Path, request: Wanted, say: Say, *, free: int = BYTES) -> Installed:
-    """The wanted engine, installed if it is not there. Installs into a temporary folder that gets its name at the end.
+    """The wanted engine, installed if it is not there, or was installed from another lock than the one that ships now.
+    Installs into a temporary folder that gets its name at the end.
 
     Args:
         folder: Folder of installed engines.
@@ -40,11 +41,11 @@ def install(folder: Path, request: Wanted, say: Say, *, free: int = BYTES) -> In
         free: Bytes that must be free.
 
     Raises:
-        UserInputError: It cannot be resolved or installed.
+        UserInputError: It cannot be resolved or installed, or a process uses the one of another lock.
     """
     version = locked_version(request)
     installed = fitting(folder, request.engine, version or request.version, request.device)
-    if installed is not None and (version or request.version):
+    if installed is not None and (version or request.version) and _is_current(installed):
         return installed
     _require_space(folder, free)
     tested = version is not None
@@ -55,10 +56,16 @@ def install(folder: Path, request: Wanted, say: Say, *, free: int = BYTES) -> In
         version, lock = resolve(request, sys.executable)
     record = Record(engine=request.engine, version=version, device=request.device, locked=tested)
     name = name_of(request.engine, version, request.device)
-    with locked(folder, name, lambda: say(f"waiting for another process that installs or removes {name}")) as handle:
+    with locked(
+        folder, name, lambda: say(f"waiting for another process that installs, removes or uses {name}")
+    ) as handle:
         path = folder / name
         if (path / RECORD).exists():
-            return read_installed(path)
+            installed = read_installed(path)
+            if _is_current(installed):
+                return installed
+            say(f"removing {installed}, which was installed from another lock")
+            _discard(folder, installed)
         remove_unfinished(folder, name)
         say(f"installing {request.engine} {version} for {request.device} in {path}")
         make_environment(
@@ -71,6 +78,17 @@ def install(folder: Path, request: Wanted, say: Say, *, free: int = BYTES) -> In
             handle=handle,
         )
         return read_installed(path)
+
+
+def _is_current(engine: Installed) -> bool:
+    """Whether an engine was installed from the lock that ships for it now, if there is one."""
+    record = engine.record
+    if not record.locked or record.version not in LOCKED.get((record.engine, record.device), ()):
+        return True
+    lock = engine.path / REQUIREMENTS
+    return lock.is_file() and lock.read_text(encoding="utf-8") == lock_text(
+        record.engine, record.version, record.device
+    )
 
 
 def _require_space(folder: Path, need: int) -> None:
@@ -114,15 +132,20 @@ def remove(folder: Path, engine: Installed) -> None:
     """
     try:
         with locked(folder, engine.path.name):
-            using = sorted(users(engine.path))
-            if using:
-                pids = ", ".join(map(str, using))
-                raise UserInputError(f"ENGINE: {engine} is used by process {pids}; stop it first")
-            removed = folder / f".making-{engine.path.name}-removed-{os.getpid()}"
-            engine.path.rename(removed)
-            shutil.rmtree(removed)
+            _discard(folder, engine)
     except BlockingIOError as error:
         raise UserInputError(f"ENGINE: {engine} is being installed, or a run uses it; stop it first") from error
+
+
+def _discard(folder: Path, engine: Installed) -> None:
+    """Removes an engine that no process uses; the caller holds the lock of its name."""
+    using = sorted(users(engine.path))
+    if using:
+        pids = ", ".join(map(str, using))
+        raise UserInputError(f"ENGINE: {engine} is used by process {pids}; stop it first")
+    removed = folder / f".making-{engine.path.name}-removed-{os.getpid()}"
+    engine.path.rename(removed)
+    shutil.rmtree(removed)
 
 
 def size(path: Path) -> int:

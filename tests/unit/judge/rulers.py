@@ -13,10 +13,12 @@ from tests.fakes.judge_model import Script, ScriptedJudge, last_answer
 
 from kestrl._shared.plan.settings.judge import JudgeModel, RulerEntry
 from kestrl.episode import CallOutcome, Episode, Group, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.ruler.scorer import RulerScorer
-from kestrl_judge.scoring import ScoredGroup
+from kestrl_judge.scoring import ScoredGroup, Scorer
 
 QUESTION = [{"role": "system", "content": "You add numbers."}, {"role": "user", "content": "What is 2 + 2?"}]
 
@@ -67,6 +69,10 @@ def ruler_entry(*urls: str, **given: Any) -> RulerEntry:
     return RulerEntry.model_validate({"judges": judges, "request_seconds": 5.0, "seconds": 20.0} | given)
 
 
+async def score(scorer: Scorer, group: Group) -> ScoredGroup:
+    return await scorer.score(EncodedGroup(group_to_proto(group)), max_turns=5)
+
+
 @dataclass(frozen=True)
 class Judged:
     """A ruler, and the server that it asks."""
@@ -75,7 +81,7 @@ class Judged:
     server: ScriptedJudge
 
     async def score(self, asked: Group) -> ScoredGroup:
-        return await self.scorer.score(asked, max_turns=5)
+        return await score(self.scorer, asked)
 
     async def values(self, asked: Group) -> list[float]:
         found = await self.score(asked)

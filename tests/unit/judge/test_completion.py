@@ -16,7 +16,7 @@ from kestrl_judge.ruler.client import NoScoresReason
 from kestrl_judge.ruler.completion import NotACompletion, read_reply
 from kestrl_judge.ruler.scorer import RulerScorer
 
-from .rulers import group, honest, ruled, ruler_entry
+from .rulers import group, honest, ruled, ruler_entry, score
 
 ALMOST = {
     "choices": '{{"choices": {0}}}',
@@ -135,7 +135,7 @@ async def test_a_long_answer_is_not_read(
     url = await serve(handler)
     scorer = RulerScorer(ruler_entry(f"{url}/{status}"), salt="run")
     await scorer.open()
-    message = str((await scorer.score(group("4", "5"), max_turns=5)).verdicts)
+    message = str((await score(scorer, group("4", "5"))).verdicts)
     await scorer.close()
     assert f"({NoScoresReason.UNAVAILABLE})" in message
     assert "longer than" in message

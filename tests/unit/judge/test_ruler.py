@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, graded
 from tests.fakes.mounted_secret import MountedSecret
-from tests.unit.judge.rulers import QUESTION, episode, group, honest, ruled, ruler_entry, tool_call, value_of
+from tests.unit.judge.rulers import QUESTION, episode, group, honest, ruled, ruler_entry, score, tool_call, value_of
 
 from kestrl._shared.backoff import Backoff
 from kestrl.errors import Boundary, Failure
@@ -178,7 +178,7 @@ async def test_a_second_judge_is_asked_after_the_first() -> None:
     async with ScriptedJudge(lambda _: Said(content="no")) as first, ScriptedJudge(fair) as second:
         scorer = RulerScorer(ruler_entry(first.url, second.url), salt="run")
         await scorer.open()
-        found = await scorer.score(group("4", "5"), max_turns=5)
+        found = await score(scorer, group("4", "5"))
         await scorer.close()
     assert [value_of(found.verdicts[name]) for name in ("g/0", "g/1")] == [1.0, 0.2]
     assert (len(first.asked), len(second.asked)) == (2, 1)
@@ -241,7 +241,7 @@ async def test_a_silent_server_is_bounded_by_the_time_limit() -> None:
 async def test_an_unreachable_server_is_reported() -> None:
     scorer = RulerScorer(ruler_entry("http://127.0.0.1:1/v1", seconds=1.0), salt="run")
     await scorer.open()
-    found = await scorer.score(group("4", "5"), max_turns=5)
+    found = await score(scorer, group("4", "5"))
     await scorer.close()
     failure = found.verdicts["g/0"]
     assert not isinstance(failure, Score)
@@ -317,11 +317,11 @@ async def test_a_restarted_judge_neither_asks_nor_pays_twice(tmp_path: Path) -> 
             journal.write('{"key": "cut by the end of the proc')
         again = RulerScorer(ruler_entry(address, budget_calls=2), salt="run-1", state_dir=state)
         await again.open()
-        found = await again.score(asked, max_turns=5)
+        found = await score(again, asked)
         assert [value_of(found.verdicts[name]) for name in ("g/0", "g/1")] == [1.0, 0.2]
         assert len(judged.server.asked) == 1
-        assert isinstance((await again.score(group("6", "4"), max_turns=5)).verdicts["g/0"], Score)
-        assert not isinstance((await again.score(group("7", "4"), max_turns=5)).verdicts["g/0"], Score)
+        assert isinstance((await score(again, group("6", "4"))).verdicts["g/0"], Score)
+        assert not isinstance((await score(again, group("7", "4"))).verdicts["g/0"], Score)
         await again.close()
 
 
@@ -351,7 +351,7 @@ async def test_usage_and_cost_are_metered() -> None:
         priced = entry.judges[0].model_copy(update={"input_price": 2.0, "output_price": 10.0})
         scorer = RulerScorer(entry.model_copy(update={"judges": (priced,)}), salt="run")
         await scorer.open()
-        await scorer.score(group("4", "5"), max_turns=5)
+        await score(scorer, group("4", "5"))
         await scorer.close()
     counts = scorer.counts
     assert counts.calls == {("model-0", "ok"): 1}
@@ -378,7 +378,7 @@ async def test_the_key_is_sent_and_never_logged(monkeypatch: pytest.MonkeyPatch,
         keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
         scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
         await scorer.open()
-        found = await scorer.score(group("4", "5"), max_turns=5)
+        found = await score(scorer, group("4", "5"))
         await scorer.close()
     assert server.asked[0].headers["Authorization"] == "Bearer sk-secret"
     logged = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("kestrl_judge"))
@@ -399,7 +399,7 @@ async def test_a_rotated_key_is_sent_from_the_next_request_on(monkeypatch: pytes
         await scorer.open()
         for key in ("sk-old-key", "sk-new-key"):
             mounted.write({"KESTRL_JUDGE_KEY_0": key})
-            await scorer.score(group(f"{key}: 4", "5"), max_turns=5)
+            await score(scorer, group(f"{key}: 4", "5"))
             assert server.asked[-1].headers["Authorization"] == f"Bearer {key}"
         await scorer.close()
 
@@ -424,12 +424,12 @@ async def test_a_key_that_is_accepted_no_more_is_waited_for(monkeypatch: pytest.
         keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
         scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
         await scorer.open()
-        await scorer.score(group("4", "5"), max_turns=5)
+        await score(scorer, group("4", "5"))
         accepted[0] = "sk-new-key"
-        scored = await scorer.score(group("6", "7"), max_turns=5)
+        scored = await score(scorer, group("6", "7"))
         assert len(server.asked) == 5
         accepted[0] = "sk-unknown"
-        refused = await scorer.score(group("8", "9"), max_turns=5)
+        refused = await score(scorer, group("8", "9"))
         assert len(server.asked) == 5 + client.ATTEMPTS
         await scorer.close()
     assert not any(isinstance(verdict, Failure) for verdict in scored.verdicts.values())
@@ -483,7 +483,7 @@ async def test_a_key_that_the_server_repeats_reaches_nobody(monkeypatch: pytest.
         keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
         scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
         await scorer.open()
-        found = await scorer.score(group("4", "5"), max_turns=5)
+        found = await score(scorer, group("4", "5"))
         await scorer.close()
     logged = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("kestrl_judge"))
     shown = logged + json.dumps(found.details) + str(found.verdicts)

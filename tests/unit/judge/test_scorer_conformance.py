@@ -16,6 +16,7 @@ from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.episode import Group
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.ruler.scorer import RulerScorer
 from kestrl_judge.rules import rule_scorers
 from kestrl_judge.scoring import ScoredGroup, Scorer, ScoringGate, Verdict
@@ -55,8 +56,8 @@ class Lengths:
     def verdicts(self, group: Group) -> dict[str, Verdict]:
         return {each.id: Score(value=float(len(each.turns[-1].text))) for each in group.episodes}
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
-        return ScoredGroup(self.verdicts(group))
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
+        return ScoredGroup(self.verdicts(group.decoded))
 
 
 class Silent(Lengths):
@@ -79,8 +80,8 @@ class Mixing(Lengths):
 
     group: Group | None = None
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
-        self.group = group
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
+        self.group = group.decoded
         await asyncio.sleep(0)
         return ScoredGroup(self.verdicts(self.group))
 
@@ -90,23 +91,23 @@ class Stuck(Lengths):
 
     busy: bool = False
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
         assert not self.busy, "still busy"
         self.busy = True
         await asyncio.sleep(0)
         self.busy = False
-        return ScoredGroup(self.verdicts(group))
+        return ScoredGroup(self.verdicts(group.decoded))
 
 
 class Unresponsive(Lengths):
     """Raises what it should return when it is closed."""
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         if self.closed.is_set():
             raise RuntimeError("closed")
-        return ScoredGroup(self.verdicts(group))
+        return ScoredGroup(self.verdicts(group.decoded))
 
 
 async def test_a_scorer_of_ones_own_conforms(group: Callable[..., Group]) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.episode import Group
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.rules import rule_scorers
 from kestrl_judge.scoring import Judgement, ScoredGroup, Scorer, ScoringGate, Verdict, judge
 
@@ -33,7 +35,7 @@ class Ranker:
 
     async def close(self) -> None: ...
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
         self.seen.append(len(group.episodes))
         verdicts: dict[str, Verdict] = {
             each.id: FAILURE if each.id == self.failing else Score(value=float(rank), metrics=self.metrics)
@@ -44,7 +46,7 @@ class Ranker:
 
 
 async def judged(scorers: Sequence[Scorer], group: Group) -> list[Judgement]:
-    return list((await judge(scorers, group, max_turns=5)).episodes)
+    return list((await judge(scorers, EncodedGroup(group_to_proto(group)), max_turns=5)).episodes)
 
 
 async def test_the_reward_is_the_weighted_sum(group: Callable[..., Group]) -> None:
@@ -70,7 +72,7 @@ class TurnScorer:
 
     async def close(self) -> None: ...
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
         return ScoredGroup({each.id: Score(value=1.0, turns=self.turns) for each in group.episodes})
 
 
@@ -129,7 +131,7 @@ async def test_a_failed_gate_is_the_failure_of_its_episode(group: Callable[..., 
 
 
 async def test_details_are_kept_by_component(group: Callable[..., Group]) -> None:
-    found = await judge([Ranker("a"), Ranker("b")], group("x", "y"), max_turns=5)
+    found = await judge([Ranker("a"), Ranker("b")], EncodedGroup(group_to_proto(group("x", "y"))), max_turns=5)
     assert found.details == {"a": "d", "b": "d"}
     assert found.episodes[1].details == {"a": {"rank": 1}, "b": {"rank": 1}}
 

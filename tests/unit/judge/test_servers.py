@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.judge_model import Refusal, ScriptedJudge, graded
-from tests.unit.judge.rulers import group, honest, ruler_entry, value_of
+from tests.unit.judge.rulers import group, honest, ruler_entry, score, value_of
 
 from kestrl._app.local.files import write_atomic
 from kestrl._shared.plan.settings.learner import EngineEntry, EngineList
@@ -48,7 +48,7 @@ async def test_an_engine_that_drains_is_passed_over_at_once(monkeypatch: pytest.
         scorer = RulerScorer(entry.model_copy(update={"judges": (both,)}), salt="run")
         await scorer.open()
         for wrong in ("5", "6", "7", "8"):
-            verdicts = (await scorer.score(group("4", wrong), max_turns=5)).verdicts
+            verdicts = (await score(scorer, group("4", wrong))).verdicts
             assert value_of(verdicts["g/0"]) > value_of(verdicts["g/1"])
         await scorer.close()
         assert (len(leaving.asked), len(staying.asked)) == (1, 4)
@@ -88,7 +88,7 @@ async def test_a_judge_of_a_run_on_this_machine_is_asked(tmp_path: Path) -> None
         write_atomic(path, EngineList(engines=(entry,)).model_dump_json())
         scorer = RulerScorer(ruler_entry(f"{path.as_uri()}#/v1"), salt="run")
         await scorer.open()
-        verdicts = (await scorer.score(group("4", "5"), max_turns=5)).verdicts
+        verdicts = (await score(scorer, group("4", "5"))).verdicts
         await scorer.close()
     assert value_of(verdicts["g/0"]) > value_of(verdicts["g/1"])
 
@@ -99,7 +99,7 @@ async def test_a_judge_behind_a_name_is_asked() -> None:
         assert behind_a_name != server.url
         scorer = RulerScorer(ruler_entry(behind_a_name), salt="run")
         await scorer.open()
-        verdicts = (await scorer.score(group("4", "5"), max_turns=5)).verdicts
+        verdicts = (await score(scorer, group("4", "5"))).verdicts
         await scorer.close()
     assert value_of(verdicts["g/0"]) > value_of(verdicts["g/1"])
 

@@ -102,6 +102,17 @@ async def test_no_metric_decides_whether_an_episode_counts(judge: Any, capfd: py
     assert "it is left out, and counted in metrics_left_out" in logged
 
 
+async def test_a_malformed_episode_is_a_failure_and_costs_no_process(judge: Any, group: Callable[..., Group]) -> None:
+    attempts = group("count", "count", "count")
+    unknown: Any = "of a later version"
+    episodes = [attempts.episodes[0], replace(attempts.episodes[1], stop_reason=unknown), attempts.episodes[2]]
+    async with judge(rule("scripted")) as client:
+        scores = await client.score(replace(attempts, episodes=episodes))
+    assert failure(scores[1].failure) == (Boundary.JUDGE, "malformed_episode")
+    assert "of a later version" in scores[1].failure.message
+    assert [scores[0].reward, scores[2].reward] == [1.0, 2.0], "calls of one process"
+
+
 async def test_output_of_a_reward_is_not_part_of_the_answer(judge: Any) -> None:
     async with judge(rule("scripted")) as client:
         scores = await client.scripted("print", "fraction")

@@ -28,6 +28,7 @@ from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.api.rollout.v1 import rollout_pb2 as rpb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as rstubs
 from kestrl.episode import Group, Purpose
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.errors import Failure
 from kestrl.storage import open_store
 from kestrl.storage.episodes import TRAINED_OUTCOMES, GroupOutcome, ObjectEpisodeStore, StoredGroup
@@ -170,10 +171,7 @@ def make_settings(folder: Path, model: Path, **changes: Any) -> LearnerSettings:
         "max_tokens": 64,
         "max_turns": 4,
         "max_tokens_per_turn": 0,
-        "tool_seconds": 1.0,
-        "turn_seconds": 2.0,
-        "episode_seconds": 10.0,
-        "group_seconds": 20.0,
+        "deadlines": RolloutDeadlines(tool=1.0, turn=2.0, episode=10.0, group=20.0),
         "algorithm": algorithm,
         "storage": (folder / "store").as_uri(),
         "database": f"sqlite:///{folder}/ledger.db",

@@ -12,7 +12,7 @@ from tests.unit.learner.fakes import DECOUPLED, running, until
 
 from kestrl._shared import rpc
 from kestrl._shared.credentials import Secret
-from kestrl._shared.plan.settings.learner import EvaluateSettings
+from kestrl._shared.plan.settings.learner import EvaluateSettings, LearnerSettings
 from kestrl.api.inference.v1 import inference_pb2 as ipb
 from kestrl.api.learner.v1 import learner_pb2 as lpb
 from kestrl.api.learner.v1 import learner_pb2_grpc as lstubs
@@ -27,6 +27,11 @@ from kestrl_learner.run import LearnerRun
 from kestrl_learner.store.records import step_record
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+def with_step_deadline(stage: Any, seconds: float, **changes: Any) -> LearnerSettings:
+    deadlines = stage.settings.deadlines.model_copy(update={"step": seconds})
+    return stage.but(validation=None, deadlines=deadlines, **changes)
 
 
 async def test_a_worker_that_breaks_streams_for_a_while_costs_no_scenario(staged: Any) -> None:
@@ -44,6 +49,18 @@ async def test_a_worker_that_breaks_streams_for_a_while_costs_no_scenario(staged
             pass
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["steps"] == 6
+
+
+async def test_the_scenario_of_a_stored_group_is_that_of_the_data_set(staged: Any) -> None:
+    async with staged() as stage:
+        stage.workers[0].script = lambda _, group: replace(
+            group, scenario=replace(group.scenario, ground_truth="other")
+        )
+        async with running(stage.but(validation=None, max_steps=1)):
+            pass
+        groups = stage.groups(1)
+        assert len(groups) == 2
+        assert [group.scenario.ground_truth for group in groups] == [None, None]
 
 
 async def test_a_draining_worker_gets_nothing_and_its_scenarios_go_elsewhere(staged: Any) -> None:
@@ -75,7 +92,7 @@ async def test_a_step_starts_without_a_late_group_and_the_group_is_retried(stage
             return True
 
         stage.workers[0].hangs = the_second
-        async with running(stage.but(validation=None, epochs=1, step_seconds=4.0)):
+        async with running(with_step_deadline(stage, 4.0, epochs=1)):
             pass
         assert stage.summary["status"] == "succeeded"
         assert stage.summary["failures"] == {"infrastructure/step_deadline": 1}
@@ -100,7 +117,7 @@ async def test_a_group_given_up_before_it_began_is_attempted_again(
 
     monkeypatch.setattr(Dispatcher, "_start_groups", started_too_late)
     async with staged() as stage:
-        async with running(stage.but(validation=None, step_seconds=20.0)):
+        async with running(with_step_deadline(stage, 20.0)):
             pass
         assert len(given_up) == 2
         assert not any(task.cancelled() for task in given_up)
@@ -113,7 +130,7 @@ async def test_a_step_for_which_nothing_comes_ends_the_run_with_a_reason(staged:
     async with staged() as stage:
         stage.workers[0].hangs = lambda request: request.purpose == "train" and len(stage.asked()) > 2
         with pytest.raises(StepDeadline, match=r"no group of step 2 was complete within 3 s; .*deadlines\.step"):
-            async with running(stage.but(validation=None, step_seconds=3.0)):
+            async with running(with_step_deadline(stage, 3.0)):
                 pass
         assert stage.summary["status"] == "failed"
         assert "step_deadline" in stage.summary["reason"]

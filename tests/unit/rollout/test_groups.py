@@ -122,13 +122,30 @@ async def test_turns_of_one_episode_stay_on_one_engine_and_sessions_end(
     assert (sessions.active("engine-0"), sessions.active("engine-1")) == (0, 0)
 
 
+async def test_the_judge_gets_the_scenario_as_the_learner_encoded_it(stage: Any) -> None:
+    stage.says("Done.")
+    request = stage.request(size=2)
+    request.scenario.ground_truth_json = '{ "answer": 1.50 }'
+    *_, group = [event async for event in stage.stream(request)]
+    assert group.scenario.ground_truth == {"answer": 1.5}
+    (judged,) = stage.judge.requests
+    assert judged.group.scenario == request.scenario
+
+
 @pytest.mark.parametrize(
-    "deadlines",
-    [{"tool": 0}, {"tool": 21}, {"turn": 31}, {"episode": 41}, {"group": 0}],
-    ids=["no tool", "tool > turn", "turn > episode", "episode > group", "no group"],
+    ("deadlines", "problem"),
+    [
+        ({"tool": 0}, r"deadlines\.tool: is 0"),
+        ({"tool": 21}, r"deadlines\.turn: 20 s does not leave room for tool \(21 s\); deadlines nest: tool < turn"),
+        ({"tool": 20}, r"deadlines\.turn: 20 s does not leave room"),
+        ({"turn": 31}, r"deadlines\.episode: 30 s does not leave room for turn"),
+        ({"episode": 41}, r"deadlines\.group: 40 s does not leave room for episode"),
+        ({"group": 0}, r"deadlines\.group: 0 s does not leave room"),
+        ({"episode": float("nan")}, r"deadlines\.episode: nan s does not leave room"),
+    ],
 )
-async def test_deadlines_must_nest(stage: Any, deadlines: dict[str, float]) -> None:
-    with pytest.raises(FailureError, match="must nest") as refused:
+async def test_deadlines_must_nest(stage: Any, deadlines: dict[str, float], problem: str) -> None:
+    with pytest.raises(FailureError, match=problem) as refused:
         await stage.run(deadlines=deadlines)
     assert refused.value.code == "invalid_request"
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kestrl._shared.checking import Rejudge, run_check
 from kestrl.api.common.v1 import common_pb2 as common
-from kestrl.episode import UNSCORED, Group
-from kestrl.episode.codec import group_from_proto
+from kestrl.episode import UNSCORED
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.ruler.scorer import NAME, RulerScorer
 from kestrl_judge.rules import component_names
 from kestrl_judge.scoring import GroupJudgement, ScoredGroup, Scorer, ScoringGate, Verdict, judge
@@ -34,11 +34,16 @@ class Stored:
 
     async def close(self) -> None: ...
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:  # noqa: ARG002 - the interface of scorers
+    async def score(
+        self,
+        group: EncodedGroup,
+        *,
+        max_turns: int,  # noqa: ARG002 - the interface of scorers
+    ) -> ScoredGroup:
         verdicts: dict[str, Verdict] = {}
         for episode in group.episodes:
-            value = episode.rewards.get(self.name)
-            verdicts[episode.id] = self._missing(episode.id) if value is None else Score(value=value)
+            missing = self.name not in episode.rewards
+            verdicts[episode.id] = self._missing(episode.id) if missing else Score(value=episode.rewards[self.name])
         return ScoredGroup(verdicts)
 
     def _missing(self, episode_id: str) -> Failure:
@@ -50,10 +55,10 @@ class Stored:
 def rejudge(settings: Rejudge) -> dict[str, Any]:
     """New scores of the groups of a batch, as JSON."""
     batch = common.GroupBatch.FromString(Path(settings.batch).read_bytes())
-    return asyncio.run(_rejudge(settings, [group_from_proto(group) for group in batch.groups]))
+    return asyncio.run(_rejudge(settings, list(batch.groups)))
 
 
-async def _rejudge(settings: Rejudge, groups: list[Group]) -> dict[str, Any]:
+async def _rejudge(settings: Rejudge, groups: list[common.Group]) -> dict[str, Any]:
     names = component_names(settings.rewards)
     rules: list[Scorer] = [Stored(name, entry.weight) for name, entry in zip(names, settings.rewards, strict=True)]
     component = next(
@@ -63,7 +68,7 @@ async def _rejudge(settings: Rejudge, groups: list[Group]) -> dict[str, Any]:
     await ruler.open()
     try:
         verdicts = await asyncio.gather(
-            *(judge([*rules, ruler], _scorable(group), max_turns=settings.max_turns) for group in groups)
+            *(judge([*rules, ruler], EncodedGroup(_scorable(group)), max_turns=settings.max_turns) for group in groups)
         )
     finally:
         await ruler.close()
@@ -75,28 +80,29 @@ async def _rejudge(settings: Rejudge, groups: list[Group]) -> dict[str, Any]:
     }
 
 
-def _scorable(group: Group) -> Group:
+def _scorable(group: common.Group) -> common.Group:
     """The group in which an episode that was not scored may be scored now."""
-    return replace(
-        group,
-        episodes=[
-            replace(episode, failure=None)
-            if episode.failure is not None and episode.failure.code == UNSCORED
-            else episode
-            for episode in group.episodes
-        ],
-    )
+    scorable = common.Group()
+    scorable.CopyFrom(group)
+    for episode in scorable.episodes:
+        if episode.failure.code == UNSCORED:
+            episode.ClearField("failure")
+    return scorable
 
 
-def _facts(group: Group, judged: GroupJudgement) -> dict[str, Any]:
+def _reward(episode: common.Episode) -> float | None:
+    return episode.reward if episode.HasField("reward") else None
+
+
+def _facts(group: common.Group, judged: GroupJudgement) -> dict[str, Any]:
     stored = {episode.id: episode for episode in group.episodes}
     return {
         "scenario": group.scenario.id,
         "episodes": [
             {
                 "id": judgement.episode_id,
-                "old": stored[judgement.episode_id].rewards.get(NAME),
-                "old_reward": stored[judgement.episode_id].reward,
+                "old": dict(stored[judgement.episode_id].rewards).get(NAME),
+                "old_reward": _reward(stored[judgement.episode_id]),
                 "new": judgement.rewards.get(NAME),
                 "new_reward": judgement.reward,
                 "failure": None if judgement.failure is None else str(judgement.failure),

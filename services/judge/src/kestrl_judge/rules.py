@@ -14,11 +14,11 @@ from typing import Any
 
 from kestrl._shared.plan.settings.judge import JudgeSettings, RewardEntry
 from kestrl.api.judge.v1 import judge_pb2 as pb
-from kestrl.episode import Group
-from kestrl.episode.codec import episode_to_proto, failure_from_proto, scenario_to_proto
+from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import Failure, JudgeFailure, UserInputError
 from kestrl.rewards import Claim, Score
 from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.process import Died, Late, ProcessParameters, RewardProcess
 from kestrl_judge.scoring import JudgeStopped, ScoredGroup, ScoringGate, Verdict
 
@@ -94,18 +94,12 @@ class RuleScorer:
         if self._correctness is not None:
             await self._correctness.close()
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:
-        scenario, calls = scenario_to_proto(group.scenario), list[dict[str, Any]]()
-        judged: dict[str, list[JudgedAnswer]] = {episode.id: [] for episode in group.episodes}
-        requests: dict[str, pb.ScoreGroupRequest] = {}
-        for episode in group.episodes:
-            single_request = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
-            single_request.group.id = group.id
-            single_request.group.scenario.CopyFrom(scenario)
-            single_request.group.episodes.append(episode_to_proto(episode))
-            requests[episode.id] = single_request
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup:
+        calls = list[dict[str, Any]]()
+        requests = {episode.id: group.request(episode) for episode in group.episodes}
+        judged: dict[str, list[JudgedAnswer]] = {name: [] for name in requests}
         verdicts = await asyncio.gather(
-            *(self._verdict(request, judged[name], calls) for name, request in requests.items())
+            *(self._verdict(request, max_turns, judged[name], calls) for name, request in requests.items())
         )
         return ScoredGroup(
             dict(zip(requests, verdicts, strict=True)),
@@ -114,11 +108,12 @@ class RuleScorer:
         )
 
     async def _verdict(
-        self, request: pb.ScoreGroupRequest, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
+        self, episode_request: bytes, max_turns: int, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
     ) -> Verdict:
         """Scores one episode; if the function asks about an answer, again with the judge's verdict."""
+        added_fields = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
         for _ in range(MOST_CLAIMS + 1):
-            job = _Job(request.SerializeToString())
+            job = _Job(episode_request + added_fields.SerializeToString())
             await self._jobs.put(job)
             if self._closed:  # since this waited for a place
                 _settle(job, JudgeStopped(self.name).failure())
@@ -133,7 +128,7 @@ class RuleScorer:
             if isinstance(answer, Failure):
                 return answer
             judged.append(answer)
-            request.verdicts[verdict.digest()] = answer.correct
+            added_fields.verdicts[verdict.digest()] = answer.correct
         message = f"{self.name}: asked about more than {MOST_CLAIMS} answers of one episode"
         return JudgeFailure(message, code="too_many_claims").failure()
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from kestrl.episode import LARGEST_REWARD, Group, Json
+from kestrl.episode import LARGEST_REWARD, Json
 from kestrl.errors import Boundary, Failure, JudgeFailure, SeveralProblems, UserInputError
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 
 Verdict = Score | Failure
 
@@ -75,7 +76,7 @@ class Scorer(Protocol):
         """Releases it; pending episodes get a failure."""
         ...
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup: ...
+    async def score(self, group: EncodedGroup, *, max_turns: int) -> ScoredGroup: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +122,9 @@ async def open_all(scorers: Iterable[Scorer]) -> None:
         raise SeveralProblems([str(problem) for problem in problems])
 
 
-async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> GroupJudgement:
+async def judge(scorers: Sequence[Scorer], group: EncodedGroup, *, max_turns: int) -> GroupJudgement:
     """Scores the episodes of a group that did not fail: components concurrently, gated ones after the others."""
-    scorable = replace(group, episodes=[episode for episode in group.episodes if episode.failure is None])
+    scorable = group.without_failures()
     if not scorable.episodes:
         return GroupJudgement()
     scored: dict[str, ScoredGroup] = {}
@@ -141,7 +142,7 @@ async def judge(scorers: Sequence[Scorer], group: Group, *, max_turns: int) -> G
     )
 
 
-async def _score(scorer: Scorer, group: Group, scored: Mapping[str, ScoredGroup], max_turns: int) -> ScoredGroup:
+async def _score(scorer: Scorer, group: EncodedGroup, scored: Mapping[str, ScoredGroup], max_turns: int) -> ScoredGroup:
     if scorer.gate is None:
         return await scorer.score(group, max_turns=max_turns)
     verdicts = scored[scorer.gate.component].verdicts
@@ -152,7 +153,7 @@ async def _score(scorer: Scorer, group: Group, scored: Mapping[str, ScoredGroup]
             kept_out[episode.id] = Score(value=0.0, metrics={f"{scorer.name}_gated": 1.0})
         elif not isinstance(verdict, Score):
             kept_out[episode.id] = verdict or _missing(scorer.gate.component)
-    let_in = replace(group, episodes=[episode for episode in group.episodes if episode.id not in kept_out])
+    let_in = group.without(kept_out)
     if not let_in.episodes:
         return ScoredGroup(kept_out)
     scores = await scorer.score(let_in, max_turns=max_turns)

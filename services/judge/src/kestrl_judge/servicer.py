@@ -10,8 +10,9 @@ from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
-from kestrl.episode.codec import dump_json, failure_to_proto, group_from_proto
+from kestrl.episode.codec import dump_json, failure_to_proto
 from kestrl.errors import Failure
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.scoring import Judgement, Scorer, judge
 
 
@@ -23,10 +24,9 @@ class JudgeServicer(stubs.JudgeServiceServicer):
         self._scorers = scorers
 
     async def ScoreGroup(self, request: pb.ScoreGroupRequest, context: Any) -> pb.ScoreGroupResponse:
-        group = group_from_proto(request.group)
-        attributes = {Attr.GROUP_ID: group.id, Attr.SCENARIO_ID: group.scenario.id}
+        attributes = {Attr.GROUP_ID: request.group.id, Attr.SCENARIO_ID: request.group.scenario.id}
         with span(SpanName.SCORE, attributes) as current:
-            judged = await judge(self._scorers, group, max_turns=request.max_turns)
+            judged = await judge(self._scorers, EncodedGroup(request.group), max_turns=request.max_turns)
             failed = next(
                 (one_judgement.failure for one_judgement in judged.episodes if one_judgement.failure is not None), None
             )

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kestrl.episode import Group
+from kestrl.episode.codec import group_to_proto
 from kestrl.errors import Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.scoring import ScoredGroup, Scorer, open_all
 
 SECONDS = 120.0
@@ -36,14 +38,18 @@ async def check_scorer(make: Callable[[], Scorer], group: Group, *, max_turns: i
     async with asyncio.timeout(5 * SECONDS):
         await open_all([scorer])
         try:
-            _check_verdicts(await scorer.score(group, max_turns=max_turns), group, max_turns)
+            _check_verdicts(await _score(scorer, group, max_turns), group, max_turns)
             group_of_one = replace(group, episodes=group.episodes[:1])
-            _check_verdicts(await scorer.score(group_of_one, max_turns=max_turns), group_of_one, max_turns)
+            _check_verdicts(await _score(scorer, group_of_one, max_turns), group_of_one, max_turns)
             await _check_groups_at_once(scorer, group, max_turns)
             await _check_cancellation(scorer, group, max_turns)
         finally:
             await scorer.close()
         await _check_close_during_a_score(make(), group, max_turns)
+
+
+async def _score(scorer: Scorer, group: Group, max_turns: int) -> ScoredGroup:
+    return await scorer.score(EncodedGroup(group_to_proto(group)), max_turns=max_turns)
 
 
 def _check_description(scorer: Scorer) -> None:
@@ -80,25 +86,25 @@ async def _check_groups_at_once(scorer: Scorer, group: Group, max_turns: int) ->
         )
         for number in range(2)
     ]
-    scored = await asyncio.gather(*(scorer.score(scored_group, max_turns=max_turns) for scored_group in groups))
+    scored = await asyncio.gather(*(_score(scorer, scored_group, max_turns) for scored_group in groups))
     for verdicts, scored_group in zip(scored, groups, strict=True):
         _check_verdicts(verdicts, scored_group, max_turns)
 
 
 async def _check_cancellation(scorer: Scorer, group: Group, max_turns: int) -> None:
     """A caller that goes away leaves a scorer that scores the next group."""
-    score = asyncio.create_task(scorer.score(group, max_turns=max_turns))
+    score = asyncio.create_task(_score(scorer, group, max_turns))
     await asyncio.sleep(0)  # it has begun
     score.cancel()
     await asyncio.wait([score])
     async with asyncio.timeout(SECONDS):
-        _check_verdicts(await scorer.score(group, max_turns=max_turns), group, max_turns)
+        _check_verdicts(await _score(scorer, group, max_turns), group, max_turns)
 
 
 async def _check_close_during_a_score(scorer: Scorer, group: Group, max_turns: int) -> None:
     """Closing ends a score that is under way: with failures for what has no verdict yet."""
     await open_all([scorer])
-    score = asyncio.create_task(scorer.score(group, max_turns=max_turns))
+    score = asyncio.create_task(_score(scorer, group, max_turns))
     await asyncio.sleep(0)  # it has begun
     await scorer.close()
     async with asyncio.timeout(SECONDS):

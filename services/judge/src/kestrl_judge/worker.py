@@ -91,27 +91,38 @@ async def _awaited(returned: Any) -> object:
 
 def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
     """Score of the episode in a request, or its failure."""
-    episode = episode_from_proto(request.group.episodes[0])
-    attempt = Attempt(
-        scenario=scenario_from_proto(request.group.scenario),
-        episode=episode,
-        max_turns=request.max_turns,
-        verdicts=dict(request.verdicts) if request.has_judge else None,
-    )
+    episode_id = request.group.episodes[0].id
     try:
-        score = rule.score(attempt)
+        score = rule.score(_attempt(request))
     except VerdictNeeded as needed:
-        return pb.EpisodeScore(episode_id=episode.id, claim=_claim_to_proto(needed.claim))
+        return pb.EpisodeScore(episode_id=episode_id, claim=_claim_to_proto(needed.claim))
     except (JudgeFailure, UserCodeError) as error:
-        return pb.EpisodeScore(episode_id=episode.id, failure=failure_to_proto(error.failure()))
+        return pb.EpisodeScore(episode_id=episode_id, failure=failure_to_proto(error.failure()))
     # Here, unlike in the judge's answer, `reward` is that of the episode without its turns.
     return pb.EpisodeScore(
-        episode_id=episode.id,
+        episode_id=episode_id,
         reward=score.value,
         turn_rewards=score.turns,
         metrics=score.metrics,
         answer=score.answer,
     )
+
+
+def _attempt(request: pb.ScoreGroupRequest) -> Attempt:
+    """The attempt of a request, which the judge passes on as it was received.
+
+    Raises:
+        JudgeFailure: It holds impossible values, such as an unknown stop reason.
+    """
+    try:
+        return Attempt(
+            scenario=scenario_from_proto(request.group.scenario),
+            episode=episode_from_proto(request.group.episodes[0]),
+            max_turns=request.max_turns,
+            verdicts=dict(request.verdicts) if request.has_judge else None,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise JudgeFailure(f"the rollout worker sent a malformed episode: {error}", code="malformed_episode") from error
 
 
 def _claim_to_proto(claim: Claim) -> pb.Claim:

@@ -83,7 +83,7 @@ class Bench:
     def __init__(self, settings: BenchSettings, client: AsyncOpenAI, tools: rpc.Bundle, judge: rpc.Bundle) -> None:
         self._settings = settings
         self._client: Any = client  # its overloads do not take a mapping
-        self._tools = ToolList(tools, seconds=settings.tool_seconds)
+        self._tools = ToolList(tools, seconds=settings.deadlines.tool)
         self._judge = Judge(judge, component=settings.component)
         self._redactor = Redactor([os.environ.get(settings.endpoint.key_variable, "")])
         self._used_tokens = 0
@@ -119,12 +119,12 @@ class Bench:
         failure: Failure | None = None
         stop = StopReason.FAILED
         try:
-            async with asyncio.timeout(self._settings.episode_seconds):
+            async with asyncio.timeout(self._settings.deadlines.episode):
                 stop = await self._converse(scenario, name, attempt)
         except KestrlError as error:
             failure = error.failure(component=self._settings.component)
         except TimeoutError:
-            late = EngineFailure(f"no end after {self._settings.episode_seconds:g} s", code="episode_timeout")
+            late = EngineFailure(f"no end after {self._settings.deadlines.episode:g} s", code="episode_timeout")
             failure = late.failure(component=self._settings.component)
         group = Group(
             id=f"{self._settings.run}/{name}",
@@ -132,7 +132,8 @@ class Bench:
             episodes=(self._episode(scenario, name, attempt, stop, failure, started_at, time.monotonic() - began),),
         )
         encoded = group_to_proto(group)
-        await self._judge.score(encoded, max_turns=self._settings.max_turns, ends=now() + self._settings.group_seconds)
+        ends = now() + self._settings.deadlines.group
+        await self._judge.score(encoded, max_turns=self._settings.max_turns, ends=ends)
         return group_from_proto(encoded)
 
     def _episode(
@@ -171,15 +172,15 @@ class Bench:
 
     async def _converse(self, scenario: Scenario, name: str, attempt: _Attempt) -> StopReason:
         offered = await self._tools.of(scenario)
-        seconds = self._settings.episode_seconds
+        seconds = self._settings.deadlines.episode
         session = self._tools.session(name, scenario, tuple(offered), seconds=seconds)
         try:
             if self._tools.has_prompt(offered):
                 last = attempt.messages[-1]
-                last["content"] += await session.prompt(seconds=self._settings.tool_seconds)
+                last["content"] += await session.prompt(seconds=self._settings.deadlines.tool)
             stop = await self._turns(offered, session, attempt)
             if self._tools.has_state(offered):
-                attempt.environments = await session.state(seconds=self._settings.tool_seconds)
+                attempt.environments = await session.state(seconds=self._settings.deadlines.tool)
             return stop
         finally:
             await session.close()
@@ -229,7 +230,7 @@ class Bench:
         except (AnswerTooLong, UnreadableCompletion) as error:
             raise EngineFailure(f"{endpoint.model}: {error}", code="bad_answer") from error
         except APITimeoutError as error:
-            text = f"{endpoint.model}: no answer in {self._settings.turn_seconds:g} s"
+            text = f"{endpoint.model}: no answer in {self._settings.deadlines.turn:g} s"
             raise EngineFailure(text, code="turn_timeout") from error
         except APIConnectionError as error:
             text = f"{endpoint.model}: {endpoint.url or 'the endpoint'} cannot be reached: {error}"
@@ -288,7 +289,7 @@ class Bench:
             answer = _refused(CallOutcome.TOOL_ERROR, f"Error: at most {limit} tool calls in one turn.")
         else:
             await session.reachable()
-            answer = await session.call(name, arguments, seconds=self._settings.tool_seconds)
+            answer = await session.call(name, arguments, seconds=self._settings.deadlines.tool)
         tool_call = ToolCall(
             turn=turn,
             name=name,
@@ -335,7 +336,7 @@ async def work(settings: ServiceSettings) -> None:
         AsyncOpenAI(
             base_url=endpoint.url,
             api_key=key,
-            timeout=settings.turn_seconds,
+            timeout=settings.deadlines.turn,
             max_retries=endpoint.retries,
             http_client=DefaultAsyncHttpxClient(event_hooks={"request": [count_request], "response": [bound]}),
         ) as client,

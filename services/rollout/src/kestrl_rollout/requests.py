@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kestrl._shared.rpc.codec import deadlines_from_proto
 from kestrl.agents import Limits
+from kestrl.api.common.v1 import common_pb2 as common
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.episode import BASE_MODEL_NAME, PolicyVersion, Purpose, Scenario
 from kestrl.episode.codec import policy_from_proto, scenario_from_proto
+from kestrl.episode.deadlines import NESTING, RolloutDeadlines, overlaps
 from kestrl.errors import UserInputError
 from kestrl_rollout.engine.client import EngineAddress
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDeadlines:
-    """Deadlines in seconds; tool < turn < episode < group."""
-
-    tool: float
-    turn: float
-    episode: float
-    group: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +24,15 @@ class GroupRequest:
 
     id: str
     scenario: Scenario
+    encoded_scenario: common.Scenario
+    """The scenario as the learner sent it, for the judge and for the learner's group."""
     size: int
     policy: PolicyVersion | None
     engines: tuple[EngineAddress, ...]
     engines_revision: int = 0
     """Grows with every change of engines."""
     limits: Limits
-    deadlines: GroupDeadlines
+    deadlines: RolloutDeadlines
     seed: int
 
     @property
@@ -77,8 +72,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     Raises:
         UserInputError: With code `invalid_request` and the field at fault.
     """
-    sampling, limits = message.sampling, message.deadlines
-    deadlines = GroupDeadlines(tool=limits.tool, turn=limits.turn, episode=limits.episode, group=limits.group)
+    sampling, deadlines = message.sampling, deadlines_from_proto(message.deadlines)
     scenario = scenario_from_proto(message.scenario)
     if not message.group_id:
         raise _refuse("group_id", "is empty")
@@ -89,8 +83,10 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     if len({engine.name for engine in message.engines}) != len(message.engines):
         raise _refuse("engines", "names one engine twice")
     _check_sampling(sampling, message.purpose)
-    if not 0 < deadlines.tool < deadlines.turn < deadlines.episode < deadlines.group:
-        raise _refuse("deadlines", f"must nest: 0 < tool < turn < episode < group, not {deadlines}")
+    if deadlines.tool <= 0:
+        raise _refuse("deadlines.tool", f"is {deadlines.tool:g}, not above 0")
+    for inside, short, outside, long in overlaps(**dict(deadlines)):
+        raise _refuse(f"deadlines.{outside}", f"{long:g} s does not leave room for {inside} ({short:g} s); {NESTING}")
     for index, prompt_message in enumerate(scenario.messages):
         if prompt_message["role"] not in ROLES:
             raise _refuse(
@@ -99,6 +95,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
     return GroupRequest(
         id=message.group_id,
         scenario=scenario,
+        encoded_scenario=message.scenario,
         size=message.size,
         policy=policy_from_proto(message.policy),
         engines=addresses(message.engines),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.planning import group_seconds
+from kestrl._shared.plan.planning import rollout_deadlines
 from kestrl._shared.plan.settings.bench import BenchEndpoint, BenchSettings
 from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.plan.settings.learner import LearnerSettings
@@ -60,10 +60,7 @@ def bench_components(
         max_tokens_per_turn=spec.agent.max_tokens_per_turn or spec.agent.max_tokens,
         max_parallel_calls=spec.agent.max_parallel_calls,
         max_tool_tokens=spec.agent.max_tool_tokens,
-        tool_seconds=spec.rollout.deadlines.tool,
-        turn_seconds=spec.rollout.deadlines.turn,
-        episode_seconds=spec.rollout.deadlines.episode,
-        group_seconds=group_seconds(spec),
+        deadlines=rollout_deadlines(spec),
         concurrency=spec.rollout.concurrency,
         tools_address=site.endpoint(Role.TOOLS, 0).address,
         judge_address=site.endpoint(Role.JUDGE, 0).address,

@@ -38,6 +38,7 @@ from kestrl._shared.plan.site import Site
 from kestrl._shared.plan.tools import file_holders, tool_entries, with_tool_secrets
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.job import AgentRLJob, DataSet, JobSpec
+from kestrl.episode.deadlines import RolloutDeadlines
 
 GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.1}
 """Maximum mean |learner - engine| log-prob difference in nats, by dtype (measured: float32 1e-6, bfloat16 0.01)."""
@@ -72,6 +73,11 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
 def has_rank_pods(spec: JobSpec) -> bool:
     """Whether the learner has pods of ranks beside its own, on a cluster."""
     return spec.learner.replicas > 1
+
+
+def rollout_deadlines(spec: JobSpec) -> RolloutDeadlines:
+    """The deadlines of a job, that of a group included."""
+    return RolloutDeadlines.model_validate({**dict(spec.rollout.deadlines), "group": group_seconds(spec)})
 
 
 def group_seconds(spec: JobSpec) -> float:
@@ -331,11 +337,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "max_tokens": spec.agent.max_tokens,
             "max_turns": spec.agent.max_turns,
             "max_tokens_per_turn": spec.agent.max_tokens_per_turn or 0,
-            "tool_seconds": spec.rollout.deadlines.tool,
-            "turn_seconds": spec.rollout.deadlines.turn,
-            "episode_seconds": spec.rollout.deadlines.episode,
-            "group_seconds": group_seconds(spec),
-            "step_seconds": spec.rollout.deadlines.step,
+            "deadlines": rollout_deadlines(spec),
             "stale_groups": spec.schedule.stale_groups,
             "algorithm": algorithm_settings(spec),
             "storage": site.storage,
@@ -391,8 +393,5 @@ def _ranks(job: AgentRLJob, site: Site) -> Component:
         }
     )
     component = _component(Role.RANKS, 0, settings, site)
-    return replace(
-        component,
-        module="kestrl_learner.rank_pod",
-        device=Device(profile=accelerator.profile, count=accelerator.count),
-    )
+    device = Device(profile=accelerator.profile, count=accelerator.count)
+    return replace(component, module="kestrl_learner.rank_pod", device=device)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from kestrl.api.common.v1 import common_pb2 as pb
 from kestrl.api.inference.v1 import inference_pb2
 from kestrl.api.learner.v1 import learner_pb2
+from kestrl.api.rollout.v1 import rollout_pb2
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.runstate.states import EngineState, RunPhase, ServingState
 from kestrl.tools import SandboxInUse
 
@@ -35,6 +37,14 @@ def sandboxes_from_proto(messages: Mapping[str, pb.SandboxInUse]) -> dict[str, S
     return {
         name: SandboxInUse(backend=message.backend, isolation=message.isolation) for name, message in messages.items()
     }
+
+
+def deadlines_to_proto(deadlines: RolloutDeadlines) -> rollout_pb2.Deadlines:
+    return rollout_pb2.Deadlines(**deadlines.model_dump(exclude={"step"}))
+
+
+def deadlines_from_proto(message: rollout_pb2.Deadlines) -> RolloutDeadlines:
+    return RolloutDeadlines(tool=message.tool, turn=message.turn, episode=message.episode, group=message.group)
 
 
 def run_phase_to_proto(phase: RunPhase) -> learner_pb2.RunPhase.ValueType:

@@ -16,6 +16,7 @@ import pytest
 from tests.unit.learner.conftest import make_settings
 from tests.unit.learner.ranks.forked_ranks import on_ranks
 
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.errors import KestrlError, UserInputError
 from kestrl_learner.ranks.group import EXIT_LOST, RankGroup, RankLost
 from kestrl_learner.run import LearnerRun
@@ -147,7 +148,9 @@ def test_a_failed_rank_ends_a_learner_that_is_blocked(
 
 async def test_a_run_on_two_ranks_succeeds_and_resumes_on_one(staged: Any) -> None:
     """Against engines that compute log-probs with what was published."""
-    async with staged(ranks=2, start_seconds=60.0, episode_seconds=60.0, group_seconds=90.0) as stage:
+    async with staged(
+        ranks=2, start_seconds=60.0, deadlines=RolloutDeadlines(tool=1.0, turn=2.0, episode=60.0, group=90.0)
+    ) as stage:
         for settings, steps in ((stage.but(max_steps=2), 2), (stage.but(ranks=1, max_steps=4), 4)):
             run = LearnerRun(settings)
             async with asyncio.timeout(120):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.echo_server import FORMS, echoing
-from tests.unit.judge.rulers import group, ruler_entry
+from tests.unit.judge.rulers import group, ruler_entry, score
 
 from kestrl._shared.plan.settings.tools import EndpointEntry, HttpEntry, McpEntry, SecretText, ToolEntry
 from kestrl.engines import Generate
@@ -109,7 +109,7 @@ async def test_a_judge(status: int, monkeypatch: pytest.MonkeyPatch, caplog: pyt
         keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
         scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
         await scorer.open()
-        scored = await scorer.score(group("4", "5"), max_turns=5)
+        scored = await score(scorer, group("4", "5"))
         await scorer.close()
     assert f"Bearer {CANARY}" in seen
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("kestrl_judge")]

@@ -9,9 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from kestrl._shared.plan.settings.judge import RulerEntry
-from kestrl.episode import UNSCORED, Group, Json
+from kestrl.episode import UNSCORED, Json
 from kestrl.errors import Boundary, Failure
 from kestrl.rewards import Score
+from kestrl_judge.encoded import EncodedGroup
 from kestrl_judge.ruler.asking import Asker, BuildPrompt, JudgeCounts, Opinion
 from kestrl_judge.ruler.client import NoScores, NoScoresReason
 from kestrl_judge.ruler.journal import Journal
@@ -57,8 +58,13 @@ class RulerScorer:
             await self._asker.close()
         self._journal.close()
 
-    async def score(self, group: Group, *, max_turns: int) -> ScoredGroup:  # noqa: ARG002 - the interface of scorers
-        comparison = compare(group, show_reasoning=self._ruler.show_reasoning)
+    async def score(
+        self,
+        group: EncodedGroup,
+        *,
+        max_turns: int,  # noqa: ARG002 - the interface of scorers
+    ) -> ScoredGroup:
+        comparison = compare(group.decoded, show_reasoning=self._ruler.show_reasoning)
         if len(comparison.trajectories) == 1:
             return self._skipped(group)
         calls: list[dict[str, Any]] = []
@@ -72,7 +78,7 @@ class RulerScorer:
             return ScoredGroup({episode.id: error.failure() for episode in group.episodes})
         return _scored(comparison, opinions, calls)
 
-    def _skipped(self, group: Group) -> ScoredGroup:
+    def _skipped(self, group: EncodedGroup) -> ScoredGroup:
         self.counts.skipped += 1
         reason = "alone" if len(group.episodes) == 1 else "all episodes are equal"
         score = Score(value=NEUTRAL, metrics={"ruler_skipped": 1.0})

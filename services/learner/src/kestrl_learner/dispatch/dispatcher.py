@@ -192,7 +192,7 @@ class Dispatcher(GroupSource):
         except asyncio.CancelledError:
             # Only `advance` and a step's deadline cancel the task, and there is no await below this point.
             if running.is_late(task):
-                late = StepDeadline(f"not complete within the step's deadline of {settings.step_seconds:g} s")
+                late = StepDeadline(f"not complete within the step's deadline of {settings.deadlines.step:g} s")
                 self._outcomes.failed(lease, late)
             elif running.is_outdated(task):
                 self._release_outdated(lease, policy, running[task])
@@ -219,7 +219,7 @@ class Dispatcher(GroupSource):
         Raises:
             StepDeadline: No group was complete by the deadline.
         """
-        seconds = self._settings.step_seconds
+        seconds = self._settings.deadlines.step
         try:
             async with asyncio.timeout(seconds):
                 await self._queue.wait_for(lambda: self._step_complete(step) or self._draining)

@@ -18,14 +18,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.common import DNS
 from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
 from kestrl._shared.rpc import Channel, call, channel, connected, stream
-from kestrl._shared.rpc.codec import sandboxes_from_proto
+from kestrl._shared.rpc.codec import deadlines_to_proto, sandboxes_from_proto
 from kestrl._shared.rpc.lookup import resolved
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
@@ -356,18 +356,13 @@ class Workers:
                 max_turns=settings.max_turns,
                 max_tokens_per_turn=settings.max_tokens_per_turn,
             ),
-            deadlines=pb.Deadlines(
-                tool=settings.tool_seconds,
-                turn=settings.turn_seconds,
-                episode=settings.episode_seconds,
-                group=settings.group_seconds,
-            ),
+            deadlines=deadlines_to_proto(settings.deadlines),
             seed=request.seed,
             purpose=request.purpose,
         )
 
     async def _stream(self, worker: _Worker, request: GroupAssignment, on_end: Callable[[int], None]) -> Group:
-        timeout = 2 * self._settings.group_seconds + GRACE_SECONDS
+        timeout = 2 * self._settings.deadlines.group + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
         if not await connected(worker.connection, seconds=CONNECT_SECONDS):
             raise WorkerAway(f"{peer} cannot be reached")
@@ -378,7 +373,7 @@ class Workers:
         async for answer in answers:
             if answer.HasField("group"):
                 await self._verify_tools(answer.tool_digests)
-                return _decoded(answer.group, peer)
+                return _decoded(answer.group, request.scenario, peer)
             on_end(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
 
@@ -387,13 +382,16 @@ def _engines(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
     return [pb.Engine(name=engine.name, url=engine.url) for engine in engines]
 
 
-def _decoded(message: common_pb.Group, peer: str) -> Group:
-    """Decodes a group.
+def _decoded(message: common_pb.Group, scenario: Scenario, peer: str) -> Group:
+    """Decodes a group. Its scenario is the one that was requested, and only decoded if it is another one.
 
     Raises:
         MalformedGroup: It holds invalid values, such as an unknown stop reason or a truncated token id.
     """
     try:
-        return group_from_proto(message)
+        if (message.scenario.id, message.scenario.ordinal) != (scenario.id, scenario.ordinal):
+            return group_from_proto(message)
+        message.ClearField("scenario")
+        return replace(group_from_proto(message), scenario=scenario)
     except (ValueError, TypeError, KeyError) as error:
         raise MalformedGroup(f"{peer} answered with a malformed group: {error}") from error

@@ -16,6 +16,7 @@ from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import ChatModel
 from kestrl.agents import Call, Completion, Endpoint, Limits, Reply, Tokenizer
 from kestrl.episode import CallOutcome, Json, Row, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.errors import Boundary, KestrlError, UserCodeError, encodable
 from kestrl.tools import ToolSchema
 from kestrl_rollout.conversation.admission import Admission
@@ -31,7 +32,6 @@ from kestrl_rollout.conversation.turn_texts import TurnTexts
 from kestrl_rollout.deadlines import Scope, Waiting, deadline, now
 from kestrl_rollout.engine.engine_session import EngineSession, ModelCall, Sampled
 from kestrl_rollout.gateway.sampler import ChatCall, ChatTurn, Server, TokenCall
-from kestrl_rollout.requests import GroupDeadlines
 
 NOTHING_SHOWN = "(nothing is shown)"
 """User message after an action upon which the environment shows nothing."""
@@ -46,7 +46,7 @@ class EpisodeConversation:
         scenario: Scenario,
         seed: int,
         limits: Limits,
-        deadlines: GroupDeadlines,
+        deadlines: RolloutDeadlines,
         chat_model: ChatModel,
         engine: EngineSession,
         offered: OfferedTools,

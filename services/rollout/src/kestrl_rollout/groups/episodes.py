@@ -29,7 +29,7 @@ from kestrl_rollout.engine.engine_session import EngineSession
 from kestrl_rollout.engine.engine_set import EngineSets
 from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, checked_info, returned_reward
-from kestrl_rollout.requests import GroupDeadlines, GroupRequest
+from kestrl_rollout.requests import GroupRequest
 
 log = logging.getLogger(__name__)
 _Contained = tuple[object, BaseException | None]
@@ -188,7 +188,7 @@ class EpisodeRunner:
         names = offered.session_names
         attempt.tools = self._toolbox.session(attempt.id, scenario, names, seconds=request.deadlines.episode)
         if offered.has_prompt:
-            scenario = await self._prompted(scenario, attempt, attempt.tools, request.deadlines)
+            scenario = await self._prompted(request, scenario, attempt, attempt.tools)
         if not scenario.messages and not loop.environment:
             raise UserInputError(
                 f"scenario {scenario.id}: has no prompt, and no environment gives it; add one to the row",
@@ -220,9 +220,10 @@ class EpisodeRunner:
         )
 
     async def _prompted(
-        self, scenario: Scenario, attempt: _Attempt, tools: ToolSession, deadlines: GroupDeadlines
+        self, request: GroupRequest, scenario: Scenario, attempt: _Attempt, tools: ToolSession
     ) -> Scenario:
         """The scenario with what its environments add to the last message."""
+        deadlines = request.deadlines
         with attempt.waiting.on(attempt.tool_boundary):
             async with deadline(Scope.TURN, now() + deadlines.turn, attempt.waiting):
                 await tools.reachable()  # a restarting service is not a failure of the environment

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kestrl._shared.telemetry import Unended, span
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Attr, Metric, SpanName
 from kestrl.api.common.v1 import common_pb2 as common
-from kestrl.episode import Episode, Group
-from kestrl.episode.codec import group_to_proto
+from kestrl.episode import Episode, Json
+from kestrl.episode.codec import dump_json, episode_to_proto
 from kestrl.errors import KestrlError
 from kestrl.tools import SandboxInUse
 from kestrl_rollout.deadlines import GroupClock
@@ -56,6 +56,16 @@ class _Ended:
         self.more.clear()
         count, self._count = self._count, 0
         return count
+
+
+def _encoded(request: GroupRequest, episodes: Iterable[Episode], tools: Sequence[Mapping[str, Json]]) -> common.Group:
+    """The played group. Its scenario, with the ground truth, is passed on as the learner encoded it."""
+    return common.Group(
+        id=request.id,
+        scenario=request.encoded_scenario,
+        episodes=[episode_to_proto(episode) for episode in episodes],
+        tools_json=dump_json(list(tools)) if tools else "",
+    )
 
 
 class GroupRunner:
@@ -131,9 +141,8 @@ class GroupRunner:
                     )
                     for index in range(request.size)
                 ]
-            played = Group(id=request.id, scenario=request.scenario, episodes=[task.result() for task in episodes])
-            played = replace(played, tools=await self._episodes.described_tools(request.scenario))
-            group = group_to_proto(played)
+            tools = await self._episodes.described_tools(request.scenario)
+            group = _encoded(request, [task.result() for task in episodes], tools)
             await self._judge.score(group, max_turns=request.limits.max_turns, ends=clock.ends)
             if spans.recorded:
                 for episode_id, outcome in outcomes(group).items():

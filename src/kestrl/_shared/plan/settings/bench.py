@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings, SettingsModel
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.runstate.sampling import EvaluationSampling
 
 
@@ -31,10 +32,7 @@ class BenchSettings(ServiceSettings):
     max_tokens_per_turn: int
     max_parallel_calls: int
     max_tool_tokens: int
-    tool_seconds: float
-    turn_seconds: float
-    episode_seconds: float
-    group_seconds: float
+    deadlines: RolloutDeadlines
     concurrency: int
     tools_address: str
     judge_address: str

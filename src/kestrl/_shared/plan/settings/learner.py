@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
 from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings, SettingsModel
+from kestrl.episode.deadlines import RolloutDeadlines
 from kestrl.runstate.sampling import GREEDY, EvaluationSampling
 
 
@@ -114,12 +115,7 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     max_tokens: int
     max_turns: int
     max_tokens_per_turn: int
-    tool_seconds: float
-    turn_seconds: float
-    episode_seconds: float
-    group_seconds: float
-    step_seconds: float | None = None
-    """Maximum seconds that a step waits for its groups; None means no limit."""
+    deadlines: RolloutDeadlines
     stale_groups: Literal["wait", "release"] = "release"
     """Handling of a running group that the next version would make too old."""
     algorithm: AlgorithmSettings

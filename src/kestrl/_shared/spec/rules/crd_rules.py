@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kestrl.episode.deadlines import NESTING
+
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluation", "algorithm")
 """Immutable parts of the spec, which identify a run."""
 
@@ -55,22 +57,20 @@ SPEC_RULES = (
 PLACED_RULES: Rules = {
     ("spec",): SPEC_RULES,
     ("spec", "rollout", "deadlines"): (
-        rule(
-            "duration(self.tool) < duration(self.turn)", "deadlines nest: tool < turn < episode < group < step", ".turn"
-        ),
+        rule("duration(self.tool) < duration(self.turn)", NESTING, ".turn"),
         rule(
             "duration(self.turn) < duration(self.episode)",
-            "deadlines nest: tool < turn < episode < group < step",
+            NESTING,
             ".episode",
         ),
         rule(
             "!has(self.group) || duration(self.episode) < duration(self.group)",
-            "deadlines nest: tool < turn < episode < group < step",
+            NESTING,
             ".group",
         ),
         rule(
             "!has(self.step) || duration(has(self.group) ? self.group : self.episode) < duration(self.step)",
-            "deadlines nest: tool < turn < episode < group < step",
+            NESTING,
             ".step",
         ),
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 from kestrl._shared.spec.algorithms import OF_COMPONENTS, PRESETS
 from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
@@ -19,6 +18,7 @@ from kestrl._shared.spec.rules.reward_rules import reward_config_problems
 from kestrl._shared.spec.rules.tool_rules import tool_problems
 from kestrl._shared.spec.scalars import format_duration
 from kestrl.engines.registry import DIALECTS
+from kestrl.episode.deadlines import NESTING, overlaps
 from kestrl.errors import Boundary
 
 BUILT_IN_LOOPS = ("tool_agent", "compacting_agent", "single_turn")
@@ -37,15 +37,12 @@ Rule = Callable[[JobSpec], Iterator[Problem]]
 
 def deadlines_nest(spec: JobSpec) -> Iterator[Problem]:
     limits = spec.rollout.deadlines
-    chain = [("tool", limits.tool), ("turn", limits.turn), ("episode", limits.episode)]
-    chain += [(name, limit) for name, limit in (("group", limits.group), ("step", limits.step)) if limit is not None]
-    for (inner, short), (outer, long) in pairwise(chain):
-        if short >= long:
-            yield Problem(
-                f"spec.rollout.deadlines.{outer}",
-                f"{format_duration(long)} does not leave room for {inner} ({format_duration(short)}); deadlines nest: "
-                f"tool < turn < episode < group < step, so raise {outer} or lower {inner}",
-            )
+    for inside, short, outside, long in overlaps(**dict(limits)):
+        yield Problem(
+            f"spec.rollout.deadlines.{outside}",
+            f"{format_duration(long)} does not leave room for {inside} ({format_duration(short)}); {NESTING}, so raise "
+            f"{outside} or lower {inside}",
+        )
     if spec.active_deadline is not None and spec.active_deadline <= limits.episode:
         yield Problem("spec.activeDeadline", "must be longer than rollout.deadlines.episode, or no episode can end")
 

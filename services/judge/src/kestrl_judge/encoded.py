@@ -1,0 +1,70 @@
+"""A group as the judge received it: what reward processes read was encoded once, by the rollout worker."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from kestrl.api.common.v1 import common_pb2 as common
+from kestrl.api.judge.v1 import judge_pb2 as pb
+from kestrl.episode import Group
+from kestrl.episode.codec import episode_from_proto, group_from_proto
+
+
+class EncodedGroup:
+    """The episodes of a group that are to be scored.
+
+    Args:
+        message: The group as it was received; it must not change.
+        episodes: Some of its episodes. Default: all of them.
+    """
+
+    def __init__(self, message: common.Group, episodes: Sequence[common.Episode] | None = None) -> None:
+        self._message = message
+        self.episodes: Sequence[common.Episode] = message.episodes if episodes is None else episodes
+        self._requests: dict[str, bytes] = {}
+
+    @property
+    def id(self) -> str:
+        return self._message.id
+
+    @cached_property
+    def decoded(self) -> Group:
+        """The group with these episodes, for scorers that read it themselves.
+
+        Raises:
+            ValueError: It holds impossible values, such as an unknown stop reason.
+        """
+        message = self._message
+        header = common.Group(
+            id=message.id, scenario=message.scenario, tools_json=message.tools_json, scoring_json=message.scoring_json
+        )
+        return replace(group_from_proto(header), episodes=[episode_from_proto(episode) for episode in self.episodes])
+
+    def request(self, episode: common.Episode) -> bytes:
+        """A `ScoreGroupRequest` with this episode alone, shared by all rules.
+
+        Further fields are appended: protobuf reads encoded messages that follow each other as one.
+        """
+        if episode.id not in self._requests:
+            request = pb.ScoreGroupRequest()
+            request.group.id = self._message.id
+            request.group.scenario.CopyFrom(self._message.scenario)
+            request.group.episodes.append(episode)
+            self._requests[episode.id] = request.SerializeToString()
+        return self._requests[episode.id]
+
+    def without_failures(self) -> EncodedGroup:
+        """The episodes that did not fail."""
+        return self._with([episode for episode in self.episodes if not episode.HasField("failure")])
+
+    def without(self, episode_ids: Container[str]) -> EncodedGroup:
+        return self._with([episode for episode in self.episodes if episode.id not in episode_ids])
+
+    def _with(self, episodes: Sequence[common.Episode]) -> EncodedGroup:
+        if len(episodes) == len(self.episodes):
+            return self
+        group = EncodedGroup(self._message, episodes)
+        group._requests = self._requests
+        return group

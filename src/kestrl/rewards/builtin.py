@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kestrl.episode import ENVIRONMENT_REWARD, ENVIRONMENT_WEIGHTS, CallOutcome
 from kestrl.rewards import Attempt, Score, mathematics
@@ -205,16 +205,3 @@ def overlong(attempt: Attempt, *, max_tokens: int, buffer: int) -> Score:
         raise ValueError(f"buffer must be between 1 and max_tokens ({max_tokens}), is {buffer}")
     excess = attempt.episode.sampled_tokens - (max_tokens - buffer)
     return Score(value=0.0 - min(max(excess / buffer, 0.0), 1.0), metrics={"overlong": float(excess > 0)})
-
-
-BUILT_IN: dict[str, Callable[..., Score]] = {
-    "exact_answer": exact_answer,
-    "flexible_answer": flexible_answer,
-    "math_answer": math_answer,
-    "boxed_answer": boxed_answer,
-    "format": tool_format,
-    "loop_reward": loop_reward,
-    "environment_reward": environment_reward,
-    "overlong": overlong,
-}
-"""Built-in rewards by name."""

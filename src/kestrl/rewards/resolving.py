@@ -11,7 +11,7 @@ from typing import Any, cast
 from kestrl.errors import UserInputError
 from kestrl.importing import load
 from kestrl.rewards import Attempt, Score
-from kestrl.rewards.builtin import BUILT_IN
+from kestrl.rewards.registry import BUILT_IN
 
 FOREIGN = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}
 """First parameters of rewards that were written for other frameworks."""
@@ -37,8 +37,7 @@ def resolve(rule: str, *, field: str, config: Mapping[str, Any] | None = None) -
     """
     function = _named(rule, field)
     kwargs = dict(config or {})
-    needs_math = rule == "math_answer" or (rule == "boxed_answer" and kwargs.get("compare") == "math")
-    if needs_math and find_spec("math_verify") is None:
+    if is_built_in(rule) and BUILT_IN[rule].mathematical(kwargs) and find_spec("math_verify") is None:
         raise UserInputError(f"{field}: {rule} needs math-verify: pip install 'kestrl[math]'")
     try:
         inspect.signature(function).bind(object(), **kwargs)
@@ -55,7 +54,7 @@ def _named(rule: str, field: str) -> Reward:
             raise UserInputError(
                 f"{field}: {rule!r} is not one of {', '.join(BUILT_IN)}, nor an import path module:function"
             )
-        return BUILT_IN[rule]
+        return BUILT_IN[rule].function
     function: Any = load(rule, field=field)
     if not callable(function):
         raise UserInputError(f"{field}: {rule} is a {type(function).__name__}; a reward is a function of an attempt")

@@ -14,7 +14,7 @@ from kestrl.episode import CallOutcome
 from kestrl.errors import JudgeFailure, UserInputError
 from kestrl.rewards import Score
 from kestrl.rewards.boxed import canonical, last_boxed
-from kestrl.rewards.builtin import BUILT_IN, boxed_answer, exact_answer, flexible_answer, math_answer
+from kestrl.rewards.builtin import boxed_answer, exact_answer, flexible_answer, math_answer, overlong
 from kestrl.rewards.checking import as_score
 from kestrl.rewards.resolving import resolve
 from kestrl.testing.attempts import make_attempt, make_call
@@ -153,7 +153,7 @@ def test_math_verify_compares_if_asked() -> None:
 
 def test_overlong_is_added_beside_it() -> None:
     cut = make_attempt(*["x"] * 10, ground_truth=1)
-    assert boxed_answer(cut).value + BUILT_IN["overlong"](cut, max_tokens=10, buffer=4).value == -2
+    assert boxed_answer(cut).value + overlong(cut, max_tokens=10, buffer=4).value == -2
 
 
 def test_arguments_that_do_not_exist_are_refused() -> None:
@@ -164,7 +164,7 @@ def test_arguments_that_do_not_exist_are_refused() -> None:
         ({"window": 0}, "window must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            BUILT_IN["boxed_answer"](attempt, **config)
+            boxed_answer(attempt, **config)
     with pytest.raises(ValueError, match="no ground_truth"):
         boxed_answer(make_attempt(r"\boxed{1}"))
 

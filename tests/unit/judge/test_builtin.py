@@ -10,20 +10,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kestrl._shared.spec.rules.job_rules import BUILT_IN_RULES, CONFIGURED_RULES
 from kestrl.episode import CallOutcome, Episode, Scenario, StopReason, ToolCall
 from kestrl.errors import Boundary, JudgeFailure, UserInputError
 from kestrl.rewards import Attempt, Score, mathematics
 from kestrl.rewards.answers import last_number, marked, normalised, number
 from kestrl.rewards.builtin import (
-    BUILT_IN,
     environment_reward,
     exact_answer,
     flexible_answer,
     math_answer,
+    overlong,
     tool_format,
 )
 from kestrl.rewards.checking import UnusableMetric, as_score
+from kestrl.rewards.registry import BUILT_IN
 from kestrl.rewards.resolving import resolve
 from kestrl.testing.attempts import make_attempt
 
@@ -36,9 +36,15 @@ def attempt(episode: Episode, expected: Any = None) -> Attempt:
     return Attempt(scenario=scenario, episode=episode, max_turns=5)
 
 
-def test_the_manifest_knows_the_same_names() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_RULES)
-    assert {name for name, rule in BUILT_IN.items() if len(signature(rule).parameters) > 1} == set(CONFIGURED_RULES)
+def test_the_config_of_each_is_what_its_function_takes() -> None:
+    for name, entry in BUILT_IN.items():
+        arguments = list(signature(entry.function).parameters.values())[1:]
+        fields = {} if entry.config is None else entry.config.model_fields
+        assert [argument.name for argument in arguments] == list(fields), name
+        for argument in arguments:
+            field = fields[argument.name]
+            assert field.is_required() == (argument.default is argument.empty), (name, argument.name)
+            assert field.is_required() or (argument.default or {}) == field.default, (name, argument.name)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +202,9 @@ def test_the_overlong_penalty_counts_sampled_tokens_only() -> None:
     for length, penalty in zip(lengths, expected, strict=True):
         made = make_attempt(*["x"] * length, prompt="a long prompt " * 50)
         assert made.episode.sampled_tokens == length
-        assert BUILT_IN["overlong"](made, max_tokens=10, buffer=4).value == penalty
+        assert overlong(made, max_tokens=10, buffer=4).value == penalty
     with pytest.raises(ValueError, match="buffer must be between 1 and max_tokens"):
-        BUILT_IN["overlong"](make_attempt("x"), max_tokens=10, buffer=11)
+        overlong(make_attempt("x"), max_tokens=10, buffer=11)
 
 
 def test_numbers_of_any_kind_are_scores() -> None:
@@ -258,8 +264,8 @@ def test_names_and_import_paths_are_resolved(monkeypatch: pytest.MonkeyPatch) ->
         "math_answer, boxed_answer, format, loop_reward, environment_reward, overlong, nor",
     ):
         resolve("exact", field="f")
-    with pytest.raises(UserInputError, match="is a dict; a reward is a function"):
-        resolve("kestrl.rewards.builtin:BUILT_IN", field="f")
+    with pytest.raises(UserInputError, match="is a frozenset; a reward is a function"):
+        resolve("kestrl.rewards.builtin:MALFORMED", field="f")
 
 
 def test_the_reward_of_environments_is_their_sum() -> None:

@@ -8,7 +8,7 @@ cannot run. User code, tokenizer and template are checked by the services that u
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from kestrl._app.downloads import present_files
 from kestrl._app.interpreters.agents import agent_python
-from kestrl._app.local.findings import Findings
+from kestrl._app.local.findings import Findings, few, unknown_tools, without_ground_truth
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import engine_warnings, interpreter_of, local_path, planned_settings
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
@@ -39,12 +39,8 @@ LOAD_SECONDS = 120.0
 """Time limit in seconds for importing the user's code, or for loading a tokenizer and checking the template."""
 ROW_SECONDS = 0.02
 """Additional seconds per row."""
-MOST_PROBLEMS = 20
-"""Maximum number of reported problems of one kind."""
 HERE = LOCAL_SCHEMES | {"demo", "hf"}
 """URI schemes that can be checked on one machine; a cluster supports more."""
-COMPARING = frozenset({"exact_answer", "flexible_answer", "math_answer", "boxed_answer"})
-"""Built-in rewards that compare an answer with the ground truth of the row."""
 
 Found = TypeVar("Found")
 
@@ -108,7 +104,7 @@ class _Check:
         findings.problems = list(dict.fromkeys(findings.problems))  # a missing secret of a tool is found twice
         findings.problems += tools.facts.get("problems", ())
         self._environment_rewards(tools)
-        self._misfits(tools.facts.get("rows", ()))
+        findings.add_misfits(self._job.spec.agent, tools.facts.get("rows", ()))
         offered = tools.facts.get("tools", ())
         servers = {tool.label for tool in spec.tools if tool.use is None}
         for tool in (tool for tool in offered if tool["environment"] in servers):
@@ -117,8 +113,8 @@ class _Check:
         names += dict.fromkeys(str(tool["environment"]) for tool in offered if tool["environment"])
         for data_rows in rows.values():
             if not (tools.problems or tools.missing or tools.facts.get("away")):
-                findings.problems += _few(_unknown_tools(data_rows, names))
-            findings.problems += _few(_without_ground_truth(data_rows, [reward.rule for reward in spec.rewards]))
+                findings.problems += few(unknown_tools(data_rows, names))
+            findings.problems += few(without_ground_truth(data_rows, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
         rollout = settings[Role.ROLLOUT]
         assert isinstance(rollout, RolloutSettings)
@@ -260,21 +256,6 @@ class _Check:
                 f"spec.rewards: nothing takes the reward of {', '.join(rewarded)}; add `rule: environment_reward`"
             )
 
-    def _misfits(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Reports what rows set for tools and no tool takes. Sessions open at a first call: whether a user's loop makes
-        one is not known.
-        """
-        agent = self._job.spec.agent
-        by_loop: dict[str, list[str]] = {}
-        for name, problem in rows:
-            by_loop.setdefault(agent.loops.get(name, name) if name else agent.loop, []).append(problem)
-        for with_tools in ("tool_agent", "compacting_agent"):
-            self._found.problems += _few(by_loop.pop(with_tools, ()))
-        for without_tools in ("single_turn", "single_turn_agent"):
-            by_loop.pop(without_tools, None)
-        for loop, problems in by_loop.items():
-            self._found.warnings += _few(f"{problem}; the episode fails if {loop} calls a tool" for problem in problems)
-
     def _rollout(
         self,
         settings: RolloutSettings,
@@ -338,25 +319,3 @@ def model_config(model: str) -> dict[str, Any]:
 
 def _read(file: DataSettings) -> Sequence[DataRow]:
     return read_rows(Path(file.path), size=file.size, promptless=file.promptless)
-
-
-def _few(problems: Iterable[str]) -> list[str]:
-    all_problems = list(problems)
-    unlisted = len(all_problems) - MOST_PROBLEMS
-    return all_problems if unlisted <= 0 else [*all_problems[:MOST_PROBLEMS], f"... and {unlisted} more of this kind"]
-
-
-def _unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str]:
-    """Problems for names that are neither tools nor environments."""
-    names_text = ", ".join(names) or "none"
-    for row in rows:
-        row_tools = dict.fromkeys([*(row.scenario.tools or ()), *row.scenario.tools_kwargs])
-        for name in (name for name in row_tools if name not in names):
-            yield f"{row.place}: tools: the job has no tool {name!r} (it has: {names_text}); add it to spec.tools"
-
-
-def _without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
-    comparing = next((rule for rule in rules if rule in COMPARING), None)
-    for row in rows:
-        if comparing is not None and row.scenario.ground_truth is None:
-            yield f"{row.place}: ground_truth: is null or missing, and the reward {comparing} compares with it"

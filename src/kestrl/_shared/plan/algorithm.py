@@ -41,6 +41,8 @@ class AlgorithmSettings(BaseModel, frozen=True, extra="forbid"):
     warmup_steps: int
     advantage: str
     loss: str
+    loss_config: dict[str, Any] = {}
+    """Keyword arguments of the loss."""
     correction: CorrectionSettings = CorrectionSettings()
     learning_rate_schedule: str = "constant"
     final_learning_rate_share: float = 0.0

@@ -236,6 +236,7 @@ def algorithm_settings(spec: JobSpec) -> AlgorithmSettings:
         warmup_steps=algorithm.warmup_steps,
         advantage=algorithm.advantage or preset.advantage,
         loss=algorithm.loss or preset.loss,
+        loss_config=dict(algorithm.loss_config),
         aggregation=algorithm.aggregation or preset.aggregation,
         horizon=spec.agent.max_tokens,
         kl_coefficient=algorithm.kl.coefficient,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kestrl._shared.spec.model import LARGEST_CONTEXT, Model
+from kestrl._shared.spec.model import LARGEST_CONTEXT, Model, listed
 from kestrl._shared.spec.scalars import (
     Address,
     BaseUrl,
@@ -18,6 +18,8 @@ from kestrl._shared.spec.scalars import (
 )
 from kestrl._shared.spec.secrets import VariableName
 from kestrl._shared.spec.tools import Argument
+from kestrl.agents.registry import BUILT_IN as LOOPS
+from kestrl.formats.registry import BUILT_IN as FORMATS
 
 
 class Template(Model):
@@ -29,7 +31,9 @@ class Template(Model):
     """Variables of the template, such as `{enable_thinking: false}` of Qwen3's."""
 
 
-TOOL_CALL_FORMAT = r"^(hermes|qwen_xml|llama3_json|mistral|harmony|pythonic|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
+_LOOPS = listed({name: loop.summary for name, loop in LOOPS.items()})
+_FORMATS = sorted(FORMATS)
+TOOL_CALL_FORMAT = rf"^({'|'.join(_FORMATS)}|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$"
 """A built-in tool-call format, or `package.module:Format`."""
 LoopPath = Annotated[str, Field(pattern=r"^([a-z_]+|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")]
 LoopName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
@@ -56,9 +60,9 @@ class AgentPython(Model):
 class Agent(Model):
     """The agent: a loop in the worker, or a function, program or service that runs an episode by its URL."""
 
-    loop: LoopPath = "tool_agent"
-    """`tool_agent`, `compacting_agent` (which has the model summarise at a budget of tokens), `single_turn`, or the
-    import path of a loop (for KestRL or for verl)."""
+    loop: Annotated[
+        LoopPath, Field(description=f"{_LOOPS}, or the import path of a loop (for KestRL or for verl).")
+    ] = "tool_agent"
     run: ImportPath | None = None
     """Import path of a function `run(row, base_url, key, deadline)`, sync or async, or of a class with such a method,
     which runs an episode in a process of its own for all episodes of a worker; in place of a loop."""
@@ -107,9 +111,13 @@ class Agent(Model):
     max_parallel_calls: Annotated[int, Field(ge=1, le=1024)] = 8
     """Maximum tool calls of one turn that are executed."""
     template: Template | None = None
-    tool_call_format: Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None = None
-    """Tool-call format: hermes, qwen_xml, llama3_json, mistral, harmony, pythonic, or the import path of a format.
-    Default: detected from the chat template; a template with an unknown format is refused if the job has tools."""
+    tool_call_format: Annotated[
+        Annotated[str, Field(pattern=TOOL_CALL_FORMAT)] | None,
+        Field(
+            description=f"Tool-call format: {', '.join(_FORMATS)}, or the import path of a format. Default: detected "
+            "from the chat template; a template with an unknown format is refused if the job has tools."
+        ),
+    ] = None
 
     @property
     def outside(self) -> str | None:

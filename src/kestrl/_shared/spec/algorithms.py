@@ -7,24 +7,69 @@ The learner implements each part under the same name; a contract test compares t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from kestrl._shared.spec.model import Model, NonNegative, NonNegativeInt, Positive
+from kestrl._shared.spec.model import Model, NonNegative, NonNegativeInt, Positive, listed
 from kestrl._shared.spec.scalars import JsonObject
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++", "maxrl", "gdpo")
 OF_COMPONENTS = frozenset({"gdpo"})
 """Advantage estimators that compare each component of the reward, not the total."""
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv")
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTION_WEIGHTS = ("none", "token", "sequence", "icepop")
 REJECTIONS = ("none", "geometric", "k3")
 LEARNING_RATE_SCHEDULES = ("constant", "linear", "cosine")
+
+
+class LossConfig(BaseModel):
+    """Base of `algorithm.lossConfig`: the keyword arguments of a loss."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SapoConfig(LossConfig):
+    """Temperatures of the soft gate of `sapo`."""
+
+    positive: Positive = 1.0
+    """Where the advantage is positive."""
+    negative: Positive = 1.05
+    """Elsewhere."""
+
+
+class DppoConfig(LossConfig):
+    """The trust region of `dppo_tv`."""
+
+    bound: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Largest change of a token's probability in the direction of its advantage."""
+    penalty: NonNegative = 1e-3
+    """Coefficient of the squared log-ratio."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A loss as a manifest knows it. The learner implements it under the same name."""
+
+    config: type[LossConfig] | None = None
+    """None if it takes no `lossConfig`."""
+    against_behaviour: bool = False
+    """Whether its ratio is always to the behaviour policy, so that no importance weight applies."""
+    of_episodes: bool = False
+    """Whether its ratio is that of the whole episode."""
+
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "ppo_clip": PolicyLoss(),
+    "gspo": PolicyLoss(of_episodes=True),
+    "cispo": PolicyLoss(),
+    "sapo": PolicyLoss(config=SapoConfig),
+    "dppo_tv": PolicyLoss(config=DppoConfig, against_behaviour=True),
+}
+_CONFIGURED = listed({name: ", ".join(loss.config.model_fields) for name, loss in LOSSES.items() if loss.config})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +138,7 @@ def _check_name(value: str) -> str:
 
 AlgorithmName = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "pattern": _PATTERN})]
 AdvantageName = Annotated[str, *one_of(ADVANTAGES)]
-LossName = Annotated[str, *one_of(LOSSES)]
+LossName = Annotated[str, *one_of(tuple(LOSSES))]
 AggregationName = Annotated[str, *one_of(AGGREGATIONS)]
 KlEstimatorName = Annotated[str, *one_of(KL_ESTIMATORS)]
 CorrectionWeightsName = Annotated[str, *one_of(CORRECTION_WEIGHTS)]
@@ -158,15 +203,17 @@ class Correction(Model):
 class Algorithm(Model):
     """The training algorithm."""
 
-    name: AlgorithmName = "grpo"
-    """A preset (`grpo`, `dapo`, `dr_grpo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `gdpo`), or the import path of a
-    class."""
+    name: Annotated[
+        AlgorithmName,
+        Field(description=f"A preset ({listed(dict.fromkeys(PRESETS, ''))}), or the import path of a class."),
+    ] = "grpo"
     config: JsonObject = {}
     """Keyword arguments of a class by import path."""
     advantage: AdvantageName | None = None
     """Advantage estimator. Default: the preset's."""
     loss: LossName | None = None
     """Policy loss. Default: the preset's."""
+    loss_config: Annotated[JsonObject, Field(description=f"Parameters of the loss: {_CONFIGURED}.")] = {}
     aggregation: AggregationName | None = None
     """Aggregation of token losses over the whole batch. Default: the preset's. The horizon of `..._norm` is
     agent.maxTokens."""

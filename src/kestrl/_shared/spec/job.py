@@ -23,6 +23,7 @@ from kestrl._shared.spec.model import (
     NonNegativeInt,
     Positive,
     PositiveInt,
+    listed,
 )
 from kestrl._shared.spec.patches import Patch
 from kestrl._shared.spec.scalars import (
@@ -36,6 +37,7 @@ from kestrl._shared.spec.scalars import (
 )
 from kestrl._shared.spec.secrets import SecretRef
 from kestrl._shared.spec.tools import Tool
+from kestrl.rewards.registry import BUILT_IN as REWARDS
 from kestrl.tools.shapes import is_mapping
 
 API_VERSION = "kestrl.dev/v1alpha1"
@@ -112,12 +114,13 @@ class Data(Model):
         return math.ceil(SPARE * sum(file.most_bytes for file in self.files) / 2**30)
 
 
+_RULES = listed({name: reward.summary for name, reward in REWARDS.items()})
+
+
 class Reward(Model):
     """One component of the reward: a rule, or a judge model."""
 
-    rule: str | None = None
-    """`exact_answer`, `flexible_answer`, `math_answer`, `boxed_answer`, `format`, `loop_reward` (what the agent loop
-    returns), `environment_reward` (the environment's own), `overlong`, or the import path of a function."""
+    rule: Annotated[str | None, Field(description=f"{_RULES}, or the import path of a function.")] = None
     config: JsonObject = {}
     """Additional keyword arguments of the function."""
     ruler: RulerSpec | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +22,11 @@ class Model(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+
+def listed(entries: Mapping[str, str]) -> str:
+    """The names of a registry, with what is said of some of them, for the description of a field."""
+    return ", ".join(f"`{name}` ({summary})" if summary else f"`{name}`" for name, summary in entries.items())
 
 
 LARGEST_INT = 2**31 - 1

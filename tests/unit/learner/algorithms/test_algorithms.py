@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from kestrl._shared.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
 from kestrl._shared.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES
 from kestrl._shared.spec.algorithms import CORRECTION_WEIGHTS as WEIGHT_NAMES
 from kestrl._shared.spec.algorithms import KL_ESTIMATORS as KL_NAMES
-from kestrl._shared.spec.algorithms import LOSSES as LOSS_NAMES
+from kestrl._shared.spec.algorithms import LOSSES as DECLARED_LOSSES
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.algorithms import REJECTIONS as REJECTION_NAMES
 from kestrl.algorithms import RewardComponent, ScoredEpisode, TokenBatch, Totals
@@ -314,9 +315,25 @@ def test_the_kl_term_is_added_to_the_loss() -> None:
 # Algorithms of a job
 
 
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_config_of_a_loss_is_what_it_takes(name: str) -> None:
+    config = DECLARED_LOSSES[name].config
+    declared = {} if config is None else {field: entry.default for field, entry in config.model_fields.items()}
+    arguments = signature(LOSSES[name]).parameters.values()
+    assert declared == {each.name: each.default for each in arguments if each.kind is each.KEYWORD_ONLY}
+
+
+def test_a_job_sets_the_parameters_of_its_loss() -> None:
+    moved = math.exp(0.5) - 1
+    for temperature in (1.0, 4.0):
+        algorithm = make_algorithm(settings_of(loss="sapo", lossConfig={"positive": temperature}))
+        loss = algorithm.loss(batch_of([(-1.0, -1.5, 1.0, 0)]))
+        assert float(loss.detach()) == pytest.approx(-4 / temperature / (1 + math.exp(-temperature * moved)))
+
+
 def test_the_spec_names_what_the_learner_implements() -> None:
     assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
-    assert set(LOSS_NAMES) == set(LOSSES)
+    assert set(DECLARED_LOSSES) == set(LOSSES)
     assert set(AGGREGATION_NAMES) == set(AGGREGATIONS)
     assert set(KL_NAMES) == set(KL_ESTIMATORS)
     assert set(WEIGHT_NAMES) == set(CORRECTION_WEIGHTS)

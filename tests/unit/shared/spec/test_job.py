@@ -441,6 +441,20 @@ def test_built_in_rewards_with_settings_take_a_config() -> None:
     assert refused(document=document) == ["spec.rewards[1].config: math_answer takes no config; remove it"]
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "problem"),
+    [
+        ("{loss: sapo, lossConfig: {positive: 0}}", ".positive: Input should be greater than 0"),
+        ("{loss: sapo, lossConfig: {tau: 1}}", ".tau: sapo takes no tau; it takes positive, negative"),
+        ("{loss: dppo_tv, lossConfig: {bound: 2}}", ".bound: Input should be less than or equal to 1"),
+        ("{name: gspo, lossConfig: {positive: 1}}", ": gspo takes no config; remove it"),
+        ("{name: 'mine:Loss', lossConfig: {positive: 1}}", ": mine:Loss has its own loss; use algorithm.config"),
+    ],
+)
+def test_parameters_of_a_loss_are_those_that_it_takes(algorithm: str, problem: str) -> None:
+    assert refused(f"algorithm={algorithm}") == [f"spec.algorithm.lossConfig{problem}"]
+
+
 def test_the_manifest_of_a_run_that_kept_all_episodes_is_still_read() -> None:
     """As version 0.1 wrote its default."""
     assert parse_job(with_overrides(MANIFEST, ["schedule.keepEpisodes=null"])).spec.schedule.keep_episodes is None

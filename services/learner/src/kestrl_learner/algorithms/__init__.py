@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.spec.algorithms import LOSSES as DECLARED
 from kestrl.algorithms import Algorithm, ScoredEpisode, TokenBatch
 from kestrl.errors import UserInputError
 from kestrl.importing import load
@@ -19,7 +21,7 @@ from kestrl_learner.algorithms.advantages import ADVANTAGES, equal
 from kestrl_learner.algorithms.aggregation import AGGREGATIONS
 from kestrl_learner.algorithms.correction import CORRECTION_WEIGHTS, REJECTIONS
 from kestrl_learner.algorithms.kl import KL_ESTIMATORS
-from kestrl_learner.algorithms.losses import AGAINST_BEHAVIOUR, LOSSES, Bounds, clipped
+from kestrl_learner.algorithms.losses import LOSSES, Bounds, clipped
 from kestrl_learner.algorithms.user import UserAlgorithm
 
 
@@ -28,12 +30,13 @@ class ComposedAlgorithm:
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self._settings = settings
-        self._advantages, self._loss = ADVANTAGES[settings.advantage], LOSSES[settings.loss]
+        self._advantages = ADVANTAGES[settings.advantage]
+        self._loss = partial(LOSSES[settings.loss], **settings.loss_config)
         self._kl = KL_ESTIMATORS[settings.kl_estimator]
         self._bounds = Bounds(low=settings.clip_low, high=settings.clip_high, dual=settings.clip_dual)
         self._weigh = CORRECTION_WEIGHTS[settings.correction.weights]
         self._keep = REJECTIONS[settings.correction.reject]
-        self._decoupled = settings.correction.decoupled and settings.loss not in AGAINST_BEHAVIOUR
+        self._decoupled = settings.correction.decoupled and not DECLARED[settings.loss].against_behaviour
 
     @property
     def needs_reference(self) -> bool:

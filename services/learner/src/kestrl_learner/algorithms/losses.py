@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kestrl._shared.spec.algorithms import LOSSES as DECLARED
 from kestrl.algorithms import TokenBatch
 
 LOG_RATIO_BOUND = 20.0
@@ -78,39 +79,44 @@ def cispo(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
     return -ratio * batch.advantages * batch.logprobs
 
 
-SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
-"""Temperatures of the gate for A > 0 and A <= 0."""
-
-
-def sapo(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:  # noqa: ARG001 - a soft gate
-    """-f(r) A with the soft gate f(r) = 4 / t sigmoid(t (r - 1)), t by the sign of A. Source: SAPO (arXiv
-    2511.20347).
+def sapo(
+    batch: TokenBatch,
+    old: Tensor,
+    bounds: Bounds,  # noqa: ARG001 - a soft gate
+    *,
+    positive: float = 1.0,
+    negative: float = 1.05,
+) -> Tensor:
+    """-f(r) A with the soft gate f(r) = 4 / t sigmoid(t (r - 1)), where t is `positive` for A > 0 and else `negative`.
+    Source: SAPO (arXiv 2511.20347).
     """
     ratio = bounded(batch.logprobs - old).exp()
     # torch.where of two numbers is float32 whatever the advantages are.
-    positive = (batch.advantages > 0).to(ratio.dtype)
-    temperature = SAPO_NEGATIVE + (SAPO_POSITIVE - SAPO_NEGATIVE) * positive
+    rewarded = (batch.advantages > 0).to(ratio.dtype)
+    temperature = negative + (positive - negative) * rewarded
     return -torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature * batch.advantages
 
 
-DPPO_BOUND = 0.2
-"""Largest change of a token's probability in the direction of its advantage."""
-DPPO_PENALTY = 1e-3
-
-
-def dppo_tv(batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:  # noqa: ARG001 - mu and a fixed trust region
-    """-keep A pi / mu + 1e-3 log^2(pi / mu); a token is dropped where pi - mu moved by more than 0.2 along its
+def dppo_tv(
+    batch: TokenBatch,
+    old: Tensor,  # noqa: ARG001 - mu in its place
+    bounds: Bounds,  # noqa: ARG001 - a trust region of its own
+    *,
+    bound: float = 0.2,
+    penalty: float = 1e-3,
+) -> Tensor:
+    """-keep A pi / mu + penalty log^2(pi / mu); a token is dropped where pi - mu moved by more than `bound` along its
     advantage.
 
     mu is the behaviour policy, so that no importance weight applies. Source: DPPO-TV (arXiv 2602.04879), prime-rl.
     """
     log_ratio = bounded(batch.logprobs - batch.behaviour)
     moved = (batch.logprobs.exp() - batch.behaviour.exp()).detach() * batch.advantages.sign()
-    keep = (moved <= DPPO_BOUND).to(log_ratio.dtype)
-    return -keep * batch.advantages * log_ratio.exp() + DPPO_PENALTY * log_ratio**2
+    keep = (moved <= bound).to(log_ratio.dtype)
+    return -keep * batch.advantages * log_ratio.exp() + penalty * log_ratio**2
 
 
-LOSSES: dict[str, Callable[[TokenBatch, Tensor, Bounds], Tensor]] = {
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -118,18 +124,11 @@ LOSSES: dict[str, Callable[[TokenBatch, Tensor, Bounds], Tensor]] = {
     "dppo_tv": dppo_tv,
 }
 
-AGAINST_BEHAVIOUR = frozenset({"dppo_tv"})
-"""Losses whose ratio is always to the behaviour policy, so that no importance weight applies."""
-
-
-OF_EPISODES = frozenset({"gspo"})
-"""Losses whose ratio is that of the whole episode."""
-
 
 def clipped(loss: str, batch: TokenBatch, old: Tensor, bounds: Bounds) -> Tensor:
     """1.0 on tokens whose ratio in the loss lies beyond the bound that their advantage moves it to, else 0.0."""
     log_ratio = batch.logprobs - old
-    if loss in OF_EPISODES:
+    if DECLARED[loss].of_episodes:
         log_ratio = sequence_mean(log_ratio, batch.sequences)
     ratio, advantages = bounded(log_ratio).exp(), batch.advantages
     beyond = ((advantages > 0) & (ratio > 1.0 + bounds.high)) | ((advantages < 0) & (ratio < 1.0 - bounds.low))

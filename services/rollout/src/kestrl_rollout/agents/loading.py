@@ -9,19 +9,17 @@ from functools import partial
 from typing import Any
 
 from kestrl.agents import Conversation, Loop
+from kestrl.agents.registry import BUILT_IN as REGISTRY
+from kestrl.agents.registry import VERL_NAMES
 from kestrl.compat.verl import imports
 from kestrl.compat.verl.loops import adapt
 from kestrl.data.row_loops import loop_problem
 from kestrl.episode import Json
 from kestrl.errors import Boundary, SeveralProblems, UserInputError
-from kestrl_rollout.agents.compacting_agent import CompactingAgent
-from kestrl_rollout.agents.single_turn import single_turn
-from kestrl_rollout.agents.tool_agent import tool_agent
+from kestrl.importing import load
 
 FIELD = "agent.loop"
 LOOPS_FIELD = "agent.loops"
-VERL_NAMES = {"single_turn_agent": "single_turn"}
-"""verl's names of built-in loops, where they differ."""
 CONFIG_FIELD = "agent.config"
 LOOPS_CONFIG_FIELD = "agent.loopsConfig"
 
@@ -67,13 +65,20 @@ class EnvironmentResult:
     """State of the environment by its name, for the rule `environment_reward`."""
 
 
-BUILT_IN = {
-    "tool_agent": LoadedLoop(run=tool_agent, name="tool_agent", built_in=True, uses_tools=True, reads_calls=True),
-    "compacting_agent": LoadedLoop(
-        run=CompactingAgent().run, name="compacting_agent", built_in=True, uses_tools=True, reads_calls=True
-    ),
-    "single_turn": LoadedLoop(run=single_turn, name="single_turn", built_in=True, uses_tools=False, reads_calls=False),
-}
+def _built_in(name: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
+    """A loop of the registry.
+
+    Raises:
+        TypeError: It takes no such argument.
+        ValueError: An argument is not one that it takes.
+    """
+    loop = REGISTRY[name]
+    target: Any = load(loop.implementation, field=FIELD)
+    run: Loop = target(**config or {}).run if inspect.isclass(target) else target
+    return LoadedLoop(run=run, name=name, built_in=True, uses_tools=loop.uses_tools, reads_calls=loop.uses_tools)
+
+
+BUILT_IN: Mapping[str, LoadedLoop] = {name: _built_in(name) for name in REGISTRY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +191,15 @@ def load_loop(
 
 
 def _configured(loop: LoadedLoop, config: Mapping[str, Any], field: str) -> LoadedLoop:
-    """A built-in loop with its configuration, which only `compacting_agent` has."""
+    """A built-in loop with its configuration."""
     if not config:
         return loop
-    if loop.name != "compacting_agent":
+    if REGISTRY[loop.name].config is None:
         raise UserInputError(f"{field}: {loop.name} takes no config; remove it, or use your own loop")
-    _check_config(CompactingAgent, loop.name, config, field)
     try:
-        return replace(loop, run=CompactingAgent(**config).run)
+        return _built_in(loop.name, config)
+    except TypeError as error:
+        raise UserInputError(f"{field}: does not fit {loop.name}: {error}") from error
     except ValueError as error:
         raise UserInputError(f"{field}: {loop.name}: {error}") from error
 

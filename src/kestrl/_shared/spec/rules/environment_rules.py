@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kestrl._shared.spec.environments import Environment
 from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec.problems import Problem
+from kestrl.agents.registry import BUILT_IN as LOOPS
 from kestrl.tools.shapes import is_mapping
 
 SAMPLING_FIELDS = ("client", "model", "sampling")
@@ -31,10 +32,8 @@ def environment_problems(spec: JobSpec) -> Iterator[Problem]:
         ("loop", spec.agent.loop),
         *((f"loops.{name}", loop) for name, loop in spec.agent.loops.items()),
     ):
-        if loop == "single_turn" and not environment.owns_loop:
-            yield Problem(
-                f"spec.agent.{field}", "single_turn plays no environment; use tool_agent, which is the default"
-            )
+        if loop in LOOPS and not LOOPS[loop].uses_tools and not environment.owns_loop:
+            yield Problem(f"spec.agent.{field}", f"{loop} plays no environment; use tool_agent, which is the default")
         elif environment.owns_loop and (loop != "tool_agent" or field != "loop"):
             yield Problem(
                 f"spec.agent.{field}", f"an environment by {environment.kind} runs its episodes itself; remove it"

@@ -9,28 +9,19 @@ from kestrl._shared.spec.job import Evaluation, FailureRule, JobSpec
 from kestrl._shared.spec.problems import Problem
 from kestrl._shared.spec.rules.adapter_rules import target_problems
 from kestrl._shared.spec.rules.agent_rules import agent_problems
+from kestrl._shared.spec.rules.config_rules import config_problems, loss_config_problems, reward_config_problems
 from kestrl._shared.spec.rules.engine_rules import engine_problems
 from kestrl._shared.spec.rules.environment_rules import environment_problems
 from kestrl._shared.spec.rules.file_rules import file_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
 from kestrl._shared.spec.rules.learner_rules import offload_problems
-from kestrl._shared.spec.rules.reward_rules import reward_config_problems
 from kestrl._shared.spec.rules.tool_rules import tool_problems
 from kestrl._shared.spec.scalars import format_duration
+from kestrl.agents.registry import BUILT_IN as LOOPS
 from kestrl.engines.registry import DIALECTS
 from kestrl.episode.deadlines import NESTING, overlaps
 from kestrl.errors import Boundary
-
-BUILT_IN_LOOPS = ("tool_agent", "compacting_agent", "single_turn")
-CONFIGURED_LOOPS = ("compacting_agent",)
-"""Built-in loops that take a config."""
-BUILT_IN_RULES = (
-    "exact_answer", "flexible_answer", "math_answer", "boxed_answer", "format", "loop_reward", "environment_reward",
-    "overlong",
-)  # fmt: skip
-CONFIGURED_RULES = ("boxed_answer", "environment_reward", "overlong")
-"""Built-in rules that take `config`, which `reward_config_problems` checks."""
-
+from kestrl.rewards.registry import BUILT_IN as REWARDS
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
@@ -137,7 +128,8 @@ def adapter_can_be_proved(spec: JobSpec) -> Iterator[Problem]:
 
 def tokens_fit_the_context(spec: JobSpec) -> Iterator[Problem]:
     agent = spec.agent
-    several_rows = agent.outside is not None or "compacting_agent" in (agent.loop, *agent.loops.values())
+    loops = [LOOPS[path] for path in (agent.loop, *agent.loops.values()) if path in LOOPS]
+    several_rows = agent.outside is not None or any(loop.compacts for loop in loops)
     if agent.max_tokens >= spec.inference.context_length and not several_rows:
         yield Problem(
             "spec.agent.maxTokens",
@@ -152,10 +144,10 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
     loop = spec.agent.loop
     paths = {"loop": loop, **{f"loops.{name}": path for name, path in spec.agent.loops.items()}}
     for field, path in paths.items():
-        if ":" not in path and path not in BUILT_IN_LOOPS:
+        if ":" not in path and path not in LOOPS:
             yield Problem(
                 f"spec.agent.{field}",
-                f"{path!r} is not one of {', '.join(BUILT_IN_LOOPS)}, nor an import path package.module:Class",
+                f"{path!r} is not one of {', '.join(LOOPS)}, nor an import path package.module:Class",
             )
     configured = {"config": (loop, spec.agent.config)}
     for name, config in spec.agent.loops_config.items():
@@ -167,8 +159,10 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
     for field, (path, config) in configured.items():
         if field == "config" and spec.agent.outside:
             continue
-        if path in BUILT_IN_LOOPS and path not in CONFIGURED_LOOPS and config:
-            yield Problem(f"spec.agent.{field}", f"{path} takes no config; remove it, or use your own loop")
+        if path in LOOPS:
+            yield from config_problems(
+                f"spec.agent.{field}", path, LOOPS[path].config, config, otherwise=", or use your own loop"
+            )
         at, context = config.get("at"), spec.inference.context_length
         if path == "compacting_agent" and isinstance(at, int) and at >= context:
             yield Problem(
@@ -179,15 +173,12 @@ def loop_is_known(spec: JobSpec) -> Iterator[Problem]:
 
 def rewards_are_known(spec: JobSpec) -> Iterator[Problem]:
     for index, reward in enumerate(spec.rewards):
-        if reward.rule is not None and ":" not in reward.rule and reward.rule not in BUILT_IN_RULES:
+        if reward.rule is not None and ":" not in reward.rule and reward.rule not in REWARDS:
             yield Problem(
                 f"spec.rewards[{index}].rule",
-                f"{reward.rule!r} is not one of {', '.join(BUILT_IN_RULES)}, nor an import path "
-                "package.module:function",
+                f"{reward.rule!r} is not one of {', '.join(REWARDS)}, nor an import path package.module:function",
             )
-        if reward.rule in BUILT_IN_RULES and reward.rule not in CONFIGURED_RULES and reward.config:
-            yield Problem(f"spec.rewards[{index}].config", f"{reward.rule} takes no config; remove it")
-        if reward.rule == "loop_reward" and spec.agent.loop in BUILT_IN_LOOPS and not spec.agent.outside:
+        if reward.rule == "loop_reward" and spec.agent.loop in LOOPS and not spec.agent.outside:
             yield Problem(
                 f"spec.rewards[{index}].rule",
                 f"{spec.agent.loop} returns no reward; set agent.loop to your own loop, or use another rule",
@@ -298,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     agent_problems,
     rewards_are_known,
     reward_config_problems,
+    loss_config_problems,
     judge_problems,
     a_group_fits_a_worker,
     data_fills_a_step,

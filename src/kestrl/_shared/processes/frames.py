@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 from io import BufferedIOBase
+from typing import IO
 
 HEADER = struct.Struct("<I")
 MAX_FRAME = 64 * 1024 * 1024
@@ -75,7 +76,7 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-def read_file(stream: BufferedIOBase, limit: int = MAX_FRAME) -> bytes | None:
+def read_file(stream: BufferedIOBase | IO[bytes], limit: int = MAX_FRAME) -> bytes | None:
     """The next body of a blocking file; None if the other side has closed it, amid a frame or between two.
 
     Raises:
@@ -89,7 +90,7 @@ def read_file(stream: BufferedIOBase, limit: int = MAX_FRAME) -> bytes | None:
     return body if len(body) == length else None
 
 
-def write_file(stream: BufferedIOBase, body: bytes) -> None:
+def write_file(stream: BufferedIOBase | IO[bytes], body: bytes) -> None:
     """Sends a frame by a blocking file."""
     stream.write(framed(body))
     stream.flush()

@@ -23,10 +23,13 @@ from enum import Enum
 from string import ascii_letters
 from typing import Any
 
+from kestrl._shared.processes import frames
 from kestrl._shared.processes.guarded import variables_without_ours
 from kestrl._shared.text import renderer
 from kestrl.errors import UserInputError
 
+LONGEST_ANSWER = 6 * renderer.LONGEST + 1024
+"""Bytes of a rendering as JSON, which writes a character in at most six."""
 EDGE = "\u2003"
 """White space that no template writes. Around a mark it shows whether the template strips white space."""
 EDGED = frozenset("m")
@@ -170,7 +173,7 @@ class ChatTemplate:
             "cpu_seconds": cpu_seconds,
         }
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
         with self._lock:
             self._running()
@@ -191,7 +194,7 @@ class ChatTemplate:
             raise TemplateRefused(f"the chat template refuses the conversation: {answer['refused']}")
         return skeleton(answer["text"])
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self) -> subprocess.Popen[bytes]:
         """The process, restarted if a rendering ended it."""
         if self._process is not None:
             return self._process
@@ -199,7 +202,6 @@ class ChatTemplate:
             [sys.executable, "-P", "-m", renderer.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            encoding="utf-8",
             env=variables_without_ours(),
         )
         self._process, self._end = process, weakref.finalize(self, _finish, process)
@@ -208,16 +210,15 @@ class ChatTemplate:
             raise UserInputError(f"the chat template cannot be read: {answer['refused']}")
         return process
 
-    def _ask(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, str]:
+    def _ask(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, str]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+            frames.write_file(process.stdin, json.dumps(request).encode())
+            frame = frames.read_file(process.stdout, LONGEST_ANSWER)
         except BrokenPipeError:
-            line = ""
-        answer: dict[str, str] = json.loads(line) if line else {"unbounded": self._died()}
+            frame = None
+        answer: dict[str, str] = {"unbounded": self._died()} if frame is None else json.loads(frame)
         if "unbounded" in answer:
             raise UserInputError(
                 f"the chat template cannot be used: {answer['unbounded']}; name another with agent.template",
@@ -235,7 +236,7 @@ class ChatTemplate:
         return f"its process ended with status {process.returncode}"
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
+def _finish(process: subprocess.Popen[bytes]) -> None:
     """Ends a renderer and closes its pipes."""
     with suppress(BrokenPipeError):
         process.communicate()

@@ -1,8 +1,8 @@
 """`python -m kestrl._shared.text.renderer`: renders one chat template within bounds of time and memory.
 
 A template is a program that comes with a model: it may loop or allocate without end, and no sandbox inside a process
-can stop that. So it runs in a child process with kernel limits. Requests and answers are JSON, one per line; the first
-request is the template, each later one a conversation.
+can stop that. So it runs in a child process with kernel limits. Requests and answers are JSON, each a frame of
+`kestrl._shared.processes`; the first request is the template, each later one a conversation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kestrl._shared.processes import frames
 
 CPU_SECONDS = 5.0
 """Processor time of one rendering, and of compiling the template. Past it SIGPROF ends the process."""
@@ -105,12 +107,11 @@ def main() -> None:
         render = compiled(request)
         return ""
 
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
+    while (frame := frames.read_file(sys.stdin.buffer)) is not None:
+        request: dict[str, Any] = json.loads(frame)
         act = compile_ if render is None else render
         seconds = request.get("cpu_seconds", seconds)
-        sys.stdout.write(json.dumps(answer(partial(act, request), seconds)) + "\n")
-        sys.stdout.flush()
+        frames.write_file(sys.stdout.buffer, json.dumps(answer(partial(act, request), seconds)).encode())
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ def agent(row, base_url, key, deadline):
         ("return {'score': 1}", "agent_result_invalid", "'score' is none of"),
         ("return float('inf')", "loop_reward_invalid", "inf"),
         ("os.kill(os.getpid(), 9)", "agent_process_ended", "ended with status 137"),
-        ("os.write(int(sys.argv[1]), b'[]\\n'); threading.Event().wait()", "agent_process_ended", "ended with status"),
+        (r"os.write(int(sys.argv[1]), b'\2\0\0\0[]'); threading.Event().wait()", "agent_process_ended", "ended with"),
+        (r"os.write(int(sys.argv[1]), b'\xff' * 4); threading.Event().wait()", "agent_process_ended", "ended with"),
     ],
 )
 async def test_what_a_function_does_wrong_is_its_failure(

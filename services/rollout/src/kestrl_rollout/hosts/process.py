@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from kestrl._shared.processes import frames
 from kestrl._shared.processes.guarded import kept_variables
 from kestrl.agents.runs import RunResult, invalid, run_result
 from kestrl.errors import UserInputError
@@ -26,7 +27,7 @@ CANCEL_SECONDS = 5.0
 """Time for the process to confirm that an episode was cancelled, which only a blocked event loop exceeds."""
 MAX_THREADS_LEFT = 64
 """Threads of cancelled episodes that still run, above which the process is replaced."""
-MAX_LINE = 2 * MAX_RESULT
+MAX_MESSAGE = 2 * MAX_RESULT
 Message = dict[str, Any]
 
 
@@ -145,12 +146,12 @@ class _Process:
 
     async def greeted(self, settings: Message) -> str:
         """Sends the settings; what is wrong with the function, or nothing."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=MAX_LINE)
+        self._reader, self._writer = await asyncio.open_connection(sock=self._connection)
         self._send(settings)
-        line = await self._reader.readline()
-        if not line:
+        try:
+            greeting: Message = json.loads(await frames.read(self._reader, MAX_MESSAGE))
+        except (asyncio.IncompleteReadError, ConnectionError):
             return f"importing {settings['run']} ended its process; the log above says more"
-        greeting: Message = json.loads(line)
         if "refused" in greeting:
             return str(greeting["refused"])
         self._reading = asyncio.create_task(self._read(), name=self._title)
@@ -220,15 +221,15 @@ class _Process:
     def _send(self, message: Message) -> None:
         if not self.ended:
             assert self._writer is not None
-            self._writer.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(frames.framed(json.dumps(message).encode()))
 
     async def _read(self) -> None:
         """Hands out answers until the process has ended, or has sent what is no message: the agent's code shares its
         connection, and episodes would wait for answers of a process that is understood no more.
         """
-        with suppress(ConnectionError, ValueError, TypeError, AttributeError, KeyError):
-            while line := await self._reader.readline():
-                self._take(json.loads(line))
+        with suppress(asyncio.IncompleteReadError, ConnectionError, ValueError, TypeError, AttributeError, KeyError):
+            while True:
+                self._take(json.loads(await frames.read(self._reader, MAX_MESSAGE)))
         self.ended = True
         await self._program.kill()
         status = self._program.process.returncode

@@ -1,10 +1,10 @@
 """Runs the episodes of a function of the user's: `python host_program.py FD`.
 
-FD is a socket to the worker; messages are JSON, one a line. The first has the settings, and is answered with `ready` or
-`refused`; with `starts` in it, the class has a method `start`, which is awaited first. Then `{"id": 1, "row": ...,
-"base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an episode, `{"cancel": 1}` ends one. An episode
-is answered once, with `result`, `error` or `invalid`; a cancellation at once, with `cancelled` and whether a thread
-runs on.
+FD is a socket to the worker; messages are JSON, each a frame as of `kestrl._shared.processes`. The first has the
+settings, and is answered with `ready` or `refused`; with `starts` in it, the class has a method `start`, which is
+awaited first. Then `{"id": 1, "row": ..., "base_url": ..., "key": ..., "deadline": ..., "mcp_url": ...}` starts an
+episode, `{"cancel": 1}` ends one. An episode is answered once, with `result`, `error` or `invalid`; a cancellation at
+once, with `cancelled` and whether a thread runs on.
 
 It needs the standard library alone, since its interpreter may have nothing else.
 """
@@ -17,12 +17,15 @@ import importlib
 import inspect
 import json
 import socket
+import struct
 import sys
 import threading
 import traceback
 from typing import Any
 
-MAX_LINE = 64 * 1024 * 1024
+HEADER = struct.Struct("<I")
+"""The length of a frame's body."""
+MAX_MESSAGE = 64 * 1024 * 1024
 MAX_RESULT = 4 * 1024 * 1024
 MAX_TEXT = 500
 FURTHER = ("mcp_url",)
@@ -183,26 +186,49 @@ class HostConnection:
         self._send({"id": number, **answer})
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._writer.write(framed(message))
+
+
+def framed(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return HEADER.pack(len(body)) + body
+
+
+async def received(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message; None at the end of the connection.
+
+    Raises:
+        ValueError: It is too long.
+    """
+    try:
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        if length > MAX_MESSAGE:
+            raise ValueError(f"a message of {length} bytes")
+        message: dict[str, Any] = json.loads(await reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        return None
+    return message
 
 
 async def serve(connection: socket.socket) -> None:
     """Serves a connection until it is closed."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE)
-    settings = json.loads(await reader.readline())
+    reader, writer = await asyncio.open_connection(sock=connection)
+    settings = await received(reader)
+    if settings is None:
+        return
     sys.path[:1] = settings["python_path"]  # in place of this file's folder
     try:
         run = load(settings["run"], settings["config"])
         if settings.get("starts"):
             await started(run)
     except FunctionRefused as refused:
-        writer.write(json.dumps({"refused": str(refused)}).encode() + b"\n")
+        writer.write(framed({"refused": str(refused)}))
         await writer.drain()
         return
-    writer.write(b'{"ready": true}\n')
+    writer.write(framed({"ready": True}))
     host = HostConnection(run, writer)
-    while line := await reader.readline():
-        host.handle(json.loads(line))
+    while (message := await received(reader)) is not None:
+        host.handle(message)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ def _row_by_row(
                 attend(row_query, row_key, row_value, None)
                 continue
             assert layout.causal is not None, "rows behind a prompt have a mask"
+            # A copy of the prompt's keys and values for each row: one call for all rows would need a mask of the square
+            # of the sequence's length.
             keys, values = torch.cat([prompt_key, row_key], dim=2), torch.cat([prompt_value, row_value], dim=2)
             attend(row_query, keys, values, layout.causal.part(prompt, row, query.dtype))
     return torch.cat(all_states, dim=1)
@@ -195,7 +197,10 @@ def packed(groups: Sequence[tuple[array[int], Sequence[TrainRow], bool]]) -> Pac
             ids = [*before, *row.token_ids]
             sampled = [len(before) + place for place, on in enumerate(row.mask) if on]
             assert shared or 0 not in sampled, "nothing predicts the first token of a row"
+            # The last sampled token is predicted and predicts nothing, so that it is no input. A row that stands behind
+            # a shared prompt may be empty; elsewhere one token is left, since a segment without any has no state.
             segment.append(ids[: max(sampled, default=0 if shared else 1)])
+            # The first token behind a shared prompt is predicted by the prompt's last state, which is not beside it.
             sequence.states.extend(offset + place - 1 if place else first + len(common) - 1 for place in sampled)
             sequence.targets.extend(ids[place] for place in sampled)
             offset += len(segment[-1])
@@ -208,6 +213,8 @@ def enable(base: Any) -> bool:
 
     Models with attention windows, with layers other than attention, or with an attention of their own keep theirs.
     """
+    # A window counts places in the sequence, where a row is further from a shared prompt than its positions say, and a
+    # layer with a recurrent state would carry it from one row into the next.
     config = base.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     windows = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))

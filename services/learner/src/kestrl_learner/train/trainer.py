@@ -115,7 +115,7 @@ class Trainer:
         """Adapters whose tokens may still be trained on, oldest first."""
 
     def published(self, policy: str) -> None:
-        """Keeps the present weights under their policy's name while its rollouts may be trained on."""
+        """Keeps a copy of the present weights, which updates change in place, while its rollouts may be trained on."""
         if not self._settings.max_staleness:
             return
         self._published[policy] = {name: weight.clone() for name, weight in self.model.trained_state().items()}
@@ -139,7 +139,7 @@ class Trainer:
             NotFinite: Loss or gradient is not finite; the weights are unchanged.
         """
         rate = self._set_rate(step)
-        older = self._older_differences(groups)
+        older = self._older_differences(groups)  # before the update, since it puts older weights in place for a while
         observed, reported = Observed(), TokenMeans()
         prepared = self._prepared(groups, observed)
         losses: list[float] = []
@@ -187,7 +187,7 @@ class Trainer:
         optimizer = deepcopy(self.optimizer.state_dict())
         try:
             yield
-        except BaseException:
+        except BaseException:  # a cancelled step as well: a checkpoint of half a step could not be resumed
             with torch.no_grad():
                 for weight, before in zip(self.model.parameters(), weights, strict=True):
                     weight.copy_(before)
@@ -222,7 +222,7 @@ class Trainer:
         for kind, one_pass in schedule(passes, self._ranks):
             with torch.set_grad_enabled(kind.backward):
                 if one_pass is None:
-                    self.model.empty_pass(shared=kind.shared)
+                    self.model.empty_pass(shared=kind.shared)  # sharded weights are gathered by all ranks together
                     continue
                 pass_entropies: list[Tensor] | None = [] if entropies else None
                 logprobs = self.model.pass_logprobs(one_pass.pieces, self._temperature, pass_entropies)
@@ -286,6 +286,7 @@ class Trainer:
         for computed in self._computed(passes, entropies=not self._several_updates):
             losses += self._accumulate(prepared, computed, totals, observed, reported)
         weights = self.model.parameters()
+        # Sums, not means: `totals` count the tokens of all ranks, so that each holds a share of one mean already.
         self._ranks.add([weight.grad for weight in weights if weight.grad is not None])
         norm_on_device = torch.nn.utils.clip_grad_norm_(weights, self._settings.max_grad_norm)
         # Read last: until here nothing has waited for the device.
@@ -392,7 +393,7 @@ class Trainer:
 
     def restore(self, state: bytes) -> None:
         """The inverse of `state`."""
-        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
+        content: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)  # nothing in a stored file is run
         self.model.load_trained_state(content["adapter"])
         self.optimizer.load_state_dict(content["optimizer"])
         torch.set_rng_state(content["torch_rng"])

@@ -68,6 +68,7 @@ class Zygote:
             f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from kestrl_sandbox.inside.launcher import main; main()"
         )
         process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own interpreter; it returns after the fork
+            # Without `site` and the environment: what is imported here is in the memory of every fork.
             [sys.executable, "-I", "-S", "-c", program, str(theirs.fileno()), json.dumps(settings)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -130,6 +131,7 @@ class Zygote:
             return
         except OSError:
             data = b""
+        # A stream of records, of which a read may end amid one.
         self._said += data
         complete_bytes = len(self._said) // LEADER_ENDED.size * LEADER_ENDED.size
         records, self._said = self._said[:complete_bytes], self._said[complete_bytes:]
@@ -196,6 +198,7 @@ class Zygote:
 
     def kill_slot(self, slot: SandboxSlot) -> None:
         """Kills what is left of a slot."""
+        # By number, and by the zygote, whose children the leaders are: a pid known here may be another process's now.
         self._leaders.pop(slot.number, None)
         if self.running:
             try:

@@ -130,6 +130,7 @@ class SandboxPool:
 
     async def session(self) -> PooledSession:
         """Opens a session, which takes the place of a sandbox until it is closed."""
+        # Entered by hand: the place outlives this call, until the session is closed.
         holder = self._place()
         await holder.__aenter__()
         try:
@@ -213,6 +214,7 @@ class SandboxPool:
             if slot.usable:
                 return slot
             self._discard(slot)
+        # A slot that is idle is used whatever the breaker says, which is about starts.
         self._breaker.check()
         try:
             async with self._starting:
@@ -235,6 +237,7 @@ class SandboxPool:
             raise SlotLost(f"the back-end of the sandboxes ended: {error}") from error
 
     async def _running_backend(self) -> Backend[Any]:
+        # Of many runs that find the back-end gone at once, one starts it again and the others use what it started.
         async with self._restart:
             backend = self._backend
             if backend is None:
@@ -270,7 +273,7 @@ class PooledSession:
                 if self._lost:
                     self._slot = await self._pool.successor(self._slot)
                 result = await self._slot.run(run, session=True)
-            except BaseException:
+            except BaseException:  # also of a cancelled call, whose answer the next one would read as its own
                 await self.close()
                 raise
             self._lost = not self._slot.alive

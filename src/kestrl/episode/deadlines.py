@@ -18,15 +18,15 @@ class RolloutDeadlines(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     tool: float
-    """Of one tool call."""
+    """The limit of one tool call."""
     turn: float
-    """Of one completion."""
+    """The limit of one completion."""
     episode: float
-    """Of all turns of an episode."""
+    """The limit of all turns of an episode."""
     group: float
-    """Of the episodes of a group and their scores, from when the last one has a slot."""
+    """The limit of the episodes of a group and their scores, from when the last one has a slot."""
     step: float | None = None
-    """Of a step's wait for groups; None means no limit. The learner's alone: rollout workers do not know of steps."""
+    """The limit of a step's wait for groups; None means none. It is the learner's: rollout workers know no steps."""
 
 
 class Overlap(NamedTuple):

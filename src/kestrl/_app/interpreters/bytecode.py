@@ -2,8 +2,8 @@
 
 uv links the files of a wheel from its cache, so that environments on one file system share them. Byte-code is compiled
 in each environment, which takes most of an installation's time. That of a shared file is valid in every environment:
-it has the time and the size of its source, and the path in it is set when it is loaded. Whoever writes byte-code
-replaces the file, so that links to it keep theirs.
+it has the time and the size of its source, and the path in it is set when it is loaded. Python replaces a file of
+byte-code that it writes anew, so that links to the old one keep it.
 """
 
 from __future__ import annotations

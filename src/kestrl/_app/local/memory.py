@@ -23,8 +23,8 @@ from kestrl._shared.plan.devices import (
 from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
 from kestrl._shared.plan.sharing import SharedMemory
-from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
 from kestrl.errors import SeveralProblems, UserInputError
 

@@ -2,8 +2,8 @@
 
 uv links the files of a wheel from its cache, so that environments on one file system share them. Byte-code is compiled
 in each environment, which takes most of an installation's time. That of a shared file is valid in every environment:
-it has the time and the size of its source, and the path in it is set when it is loaded. Python replaces a file of
-byte-code that it writes anew, so that links to the old one keep it.
+it has the time and the size of its source, and the path in it is set when it is loaded. Python replaces files of
+byte-code and never writes into one, so that links to it keep theirs.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ CACHE = "__pycache__"
 PACKAGES = "lib/python*/site-packages"
 
 
-def make_bytecode(environment: Path, others: Sequence[Path], handle: int) -> None:
+def make_bytecode(environment: Path, donors: Sequence[Path], handle: int) -> None:
     """Makes the byte-code of an environment.
 
     Args:
         environment: Its folder.
-        others: Environments that may have the same files.
+        donors: Environments that may have the same files.
         handle: Descriptor of a lock that the compiler holds, too.
     """
     for packages in environment.glob(PACKAGES):
-        same_version = [other / packages.relative_to(environment) for other in others]
+        same_version = [donor / packages.relative_to(environment) for donor in donors]
         for folder, _, names in os.walk(packages):
             place = Path(folder).relative_to(packages)
-            _link_bytecode(Path(folder), frozenset(names), [other / place for other in same_version])
+            _link_bytecode(Path(folder), frozenset(names), [donor / place for donor in same_version])
         _compile(environment, packages, handle)
 
 
-def _link_bytecode(folder: Path, names: frozenset[str], others: Sequence[Path]) -> None:
+def _link_bytecode(folder: Path, names: frozenset[str], donors: Sequence[Path]) -> None:
     """Links byte-code of the sources in a folder from the same folder of other environments."""
-    for other in others:
-        for bytecode in _bytecode_files(other):
+    for donor in donors:
+        for bytecode in _bytecode_files(donor):
             source = f"{bytecode.stem.rpartition('.')[0]}.py"
             link = folder / CACHE / bytecode.name
-            if source in names and not link.exists() and _is_same(folder / source, other / source):
+            if source in names and not link.exists() and _is_same(folder / source, donor / source):
                 link.parent.mkdir(exist_ok=True)
                 _link(bytecode, link)
 
@@ -54,9 +54,9 @@ def _bytecode_files(folder: Path) -> Iterator[Path]:
         return
 
 
-def _is_same(source: Path, other: Path) -> bool:
+def _is_same(source: Path, donor: Path) -> bool:
     try:
-        return os.path.samestat(source.stat(), other.stat())
+        return os.path.samestat(source.stat(), donor.stat())
     except OSError:  # removed meanwhile
         return False
 

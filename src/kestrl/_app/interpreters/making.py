@@ -50,7 +50,7 @@ def make_environment(
         options = ("--no-deps", "--require-hashes") if exact else ()
         requirement_options = ("--requirements", environment / REQUIREMENTS)
         run_uv(*install, *options, *requirement_options, folder=unfinished, purpose=purpose, keep_open=(handle,))
-        make_bytecode(environment, _others(path), handle)
+        make_bytecode(environment, _donors(path), handle)
         (environment / record[0]).write_text(record[1], encoding="utf-8")
         try:
             environment.rename(path)
@@ -62,7 +62,7 @@ def make_environment(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _others(path: Path) -> list[Path]:
+def _donors(path: Path) -> list[Path]:
     """Environments from which a new one may have its byte-code: our own, and those beside it."""
-    beside = (other for other in path.parent.iterdir() if not other.name.startswith(".") and other != path)
-    return [Path(sys.prefix), *sorted(beside)]
+    siblings = (sibling for sibling in path.parent.iterdir() if not sibling.name.startswith(".") and sibling != path)
+    return [Path(sys.prefix), *sorted(siblings)]

@@ -134,10 +134,21 @@ def reasoning_gym(
     generator: Annotated[str, typer.Argument(help="Name of the generator, such as chain_sum.", show_default=False)],
     out: Out,
     size: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks; validation data have another one.")] = 42,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Seed of the tasks. Task 1 of a seed is task 0 of the next one: validation data have a seed that is "
+            "farther away than --size.",
+        ),
+    ] = 42,
     config: Annotated[
         str, typer.Option(help="Settings of the generator as JSON: those of the manifest's reasoningGym.config.")
     ] = "{}",
+    transcripts: Annotated[
+        bool,
+        typer.Option("--transcripts", help="Questions with the generator's answers, for kestrl sft, instead of tasks."),
+    ] = False,
     package: Packages = None,
     python: PythonOption = None,
     env: EnvOption = None,
@@ -147,7 +158,8 @@ def reasoning_gym(
     environment = _environment("reasoningGym", gym, package, python)
     assert environment.reasoning_gym is not None
     interpreter = interpreter_of(environment, field="--package")
-    listing = {"generator": generator, "settings": environment.reasoning_gym.config, "seed": seed, "size": size}
+    settings = environment.reasoning_gym.config
+    listing = {"generator": generator, "settings": settings, "seed": seed, "size": size, "transcripts": transcripts}
     rows = listed_rows(str(interpreter), listing, field=f"GENERATOR {generator}", variables=_variables(env))
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -24,7 +25,7 @@ from kestrl._shared.spec.environments import Environment, EnvironmentPython
 from kestrl.errors import ToolFailure, UserInputError
 from kestrl.testing.environments import check_environment
 from kestrl.tools import ToolError
-from kestrl_tools.environments import openenv_tasks
+from kestrl_tools.environments import listing, openenv_tasks
 from kestrl_tools.environments.openenv import OpenEnv
 from kestrl_tools.environments.reasoning_gym import ReasoningGym, rows
 
@@ -76,6 +77,40 @@ def test_a_task_of_another_version_is_refused() -> None:
 def test_a_generator_that_does_not_fit_is_refused_at_the_start(generator: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UserInputError, match=r"^reasoningGym: "):
         ReasoningGym.start_service(generator, settings)
+
+
+@pytest.fixture
+def list_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[Any]]]:
+    """Exit status and rows of the program that lists tasks of a generator."""
+
+    def run(generator: str, size: int, *, transcripts: bool) -> tuple[int, list[Any]]:
+        out = tmp_path / "rows.jsonl"
+        request = {"generator": generator, "settings": {}, "seed": 3, "size": size, "transcripts": transcripts}
+        monkeypatch.setattr(sys, "argv", ["listing", "--out", str(out)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request)))
+        status = listing.main()
+        return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    return run
+
+
+def test_solved_conversations_have_the_questions_of_the_tasks(list_tasks: Callable[..., tuple[int, list[Any]]]) -> None:
+    (_, tasks), (_, solved) = list_tasks("sums", 2, transcripts=False), list_tasks("sums", 2, transcripts=True)
+    conversations = [[(message["role"], message["content"]) for message in row["messages"]] for row in solved]
+    assert conversations == [
+        [("user", tasks[0]["prompt"]), ("assistant", "3")],
+        [("user", tasks[1]["prompt"]), ("assistant", "5")],
+    ]
+
+
+def test_a_task_without_an_answer_of_its_own_has_no_solved_conversation(
+    list_tasks: Callable[..., tuple[int, list[Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Sums, "__getitem__", lambda self, index: {"question": "Any?", "answer": None})
+    assert list_tasks("sums", 2, transcripts=True) == (2, [])
+    assert "sums: task 0 names no answer" in capsys.readouterr().err
 
 
 def words_api(tasks: list[dict[str, Any]]) -> Callable[[str, str, Any], Any]:

@@ -1,7 +1,8 @@
 """`python -m kestrl_tools.environments.listing --out FILE`: lists tasks as rows.
 
 Runs in the interpreter of the environment. Its standard input is a JSON object: settings and size, with the generator
-of reasoning-gym and its seed, the task set of verifiers, or the server of OpenEnv and its split.
+of reasoning-gym, its seed and whether solved conversations are listed; or the task set of verifiers; or the server of
+OpenEnv and its split.
 What is wrong with it is one line on the standard error, with exit status 2.
 """
 
@@ -41,7 +42,8 @@ def _rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     settings, size = request["settings"], request["size"]
     if "taskset" in request:
         return verifiers_tasks.rows(request["taskset"], settings, size=size)
-    return reasoning_gym.rows(request["generator"], settings, seed=request["seed"], size=size)
+    listed = reasoning_gym.transcripts if request["transcripts"] else reasoning_gym.rows
+    return listed(request["generator"], settings, seed=request["seed"], size=size)
 
 
 def _of_server(url: str | None, app: str | None, *, split: str | None, size: int | None) -> Iterator[dict[str, Any]]:

@@ -110,3 +110,18 @@ def rows(generator: str, settings: Mapping[str, Any], *, seed: int, size: int) -
             "seed": seed,
             "digest": task_digest(entry),
         }
+
+
+def transcripts(generator: str, settings: Mapping[str, Any], *, seed: int, size: int) -> Iterator[dict[str, Any]]:
+    """A conversation for each task of a data set: its question and the generator's own answer.
+
+    Raises:
+        ValueError: A task has no answer of its own, or the settings do not fit.
+    """
+    tasks = dataset(generator, settings, seed=seed, size=size)
+    for index in range(size):
+        entry = tasks[index]
+        if entry["answer"] is None:
+            raise ValueError(f"{generator}: task {index} names no answer, since any right one counts")
+        question = {"role": "user", "content": str(entry["question"])}
+        yield {"messages": [question, {"role": "assistant", "content": str(entry["answer"])}]}

@@ -99,7 +99,7 @@ engine-versions: $(STAMP)
 ## make agents           run agents of other frameworks against the gateway, each in an environment of its own
 agents: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents
-	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/app/cli/test_starters.py tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py tests/unit/rollout/hosts/test_verifiers.py tests/unit/storage/test_episode_readers.py
+	KESTRL_CLIENT_ENVIRONMENTS=$(TOOLS)/agents $(BIN)/python -m pytest -q -m agents tests/unit/app/cli/test_starters.py tests/unit/app/plays/test_verifiers.py tests/unit/rollout/gateway/test_existing_agents.py tests/unit/rollout/hosts/test_frameworks.py tests/unit/rollout/hosts/test_verifiers.py tests/unit/storage/test_episode_readers.py
 
 langgraph: $(STAMP)
 	$(BIN)/python scripts/client_environments.py $(TOOLS)/agents langgraph

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kestrl._shared.plan.settings.common import DataSettings, SettingsModel, read_settings
 from kestrl._shared.plan.settings.judge import JudgeEntry, JudgeSettings, RewardEntry, RulerEntry
-from kestrl._shared.plan.settings.rollout import RolloutSettings
+from kestrl._shared.plan.settings.rollout import OutsideEnvironment, RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.processes.guarded import GuardedProcess, ending
 from kestrl.errors import UserInputError, problems_of
@@ -60,6 +60,24 @@ class RolloutCheck(SettingsModel):
 
 NOTHING, TRYING, SOLUTION = "nothing", "trying", "solution"
 """Kinds of plays: no action and no answer, a wrong one, and that of a perfect player."""
+
+
+ATTEMPT = "I do not know."
+"""Turn of a play that tries and fails."""
+ANSWER_FORMS = ("{}", "The answer is {}.", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Ways to write a solution as an answer, of which the best counts."""
+
+
+class RunsCheck(SettingsModel):
+    """Input of the plays of an environment that runs its episodes itself."""
+
+    environment: OutsideEnvironment
+    python_path: tuple[str, ...]
+    data: DataSettings
+    rows: int
+    """Rows that are played, the first ones."""
+    seconds: float
+    """Time limit of an episode."""
 
 
 class PlaysCheck(SettingsModel):
@@ -160,17 +178,27 @@ def ask(
         settings_file.write_text(settings.model_dump_json(), encoding="utf-8")
         command = [sys.executable, "-m", module, "--settings", str(settings_file), "--report", str(report)]
         with output.open("wb") as stream:
-            status = _run(command, folder, stream.fileno(), seconds, {**os.environ, **(variables or {})})
+            status = run_guarded(command, folder, stream.fileno(), seconds, {**os.environ, **(variables or {})})
         if status is None:
-            return Report({}, (f"{subject}: not loaded within {seconds:g} s; {_last_line(output)}",))
+            return Report({}, (f"{subject}: not loaded within {seconds:g} s; {last_line(output)}",))
         if not report.is_file():
-            return Report({}, (f"{subject}: loading it ended the process ({ending(status)}); {_last_line(output)}",))
+            return Report({}, (f"{subject}: loading it ended the process ({ending(status)}); {last_line(output)}",))
         fields: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
         return Report(fields["facts"], tuple(fields["problems"]))
 
 
-def _run(command: list[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]) -> int | None:
-    """Exit status, or None after the time limit. Nothing that the command has started is left."""
+def run_guarded(
+    command: Sequence[str], folder: Path, output: int, seconds: float, variables: Mapping[str, str]
+) -> int | None:
+    """Exit status of a command, or None after the time limit. Nothing that it has started is left.
+
+    Args:
+        command: The command.
+        folder: Where it runs.
+        output: File descriptor of what it prints.
+        seconds: Time limit.
+        variables: Environment variables.
+    """
     process = GuardedProcess.start(command, variables=variables, stdout=output, stderr=output, folder=folder)
     try:
         return process.wait(seconds)
@@ -181,6 +209,7 @@ def _run(command: list[str], folder: Path, output: int, seconds: float, variable
         process.wait()
 
 
-def _last_line(output: Path) -> str:
+def last_line(output: Path) -> str:
+    """The end of what a command has printed, for messages."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     return f"its last output: {lines[-1][:500]}" if lines else "it printed nothing"

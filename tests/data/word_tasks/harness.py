@@ -17,7 +17,7 @@ class WordHarness(vf.Harness[WordHarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
         messages = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=None) as client:  # the deadline of the episode ends it
             for _ in range(data.turns):
                 answer = await client.post(
                     f"{endpoint}/chat/completions",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kestrl._shared.checking import SOLUTION, PlayedCheck, run_check
+from kestrl._shared.checking import ANSWER_FORMS, SOLUTION, PlayedCheck, run_check
 from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.errors import JudgeFailure, UserCodeError, text_of
@@ -19,8 +19,6 @@ from kestrl.rewards.resolving import is_built_in, resolve
 from kestrl.testing.attempts import make_attempt
 from kestrl_judge.worker import Rule
 
-FORMS = ("{}", "The answer is {}.", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
-"""Ways to write a ground truth as an answer, of which the best counts."""
 Weighted = tuple[float, Rule]
 
 
@@ -53,7 +51,7 @@ def _row(played: dict[str, Any], row: DataRow, rules: Sequence[Weighted], max_tu
     if played["answers"] and isinstance(ground_truth, str | int | float) and not isinstance(ground_truth, bool):
         base = next((play for several in plays.values() for play in several if "failure" not in play), None)
         if base is not None:
-            forms = [{**base, "turns": [form.format(ground_truth)]} for form in FORMS]
+            forms = [{**base, "turns": [form.format(ground_truth)]} for form in ANSWER_FORMS]
             rewards[SOLUTION] = _best([[_reward(play, row, rules, max_turns) for _ in range(2)] for play in forms])
     return rewards
 

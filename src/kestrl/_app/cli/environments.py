@@ -39,8 +39,8 @@ def check_environment(
     report: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Report that counts too, several times: the folder of vf-validate, or the file of openenv "
-            "validate --output."
+            help="Report that counts too, several times: the folder of vf-validate, which is not run then, or the file "
+            "of openenv validate --output."
         ),
     ] = None,
     print_json: AsJson = False,

@@ -16,7 +16,6 @@ from kestrl._app.plays.playing import plays_of
 from kestrl._app.plays.verdict import PlaysVerdict
 from kestrl._shared.spec import parse_job
 from kestrl._shared.spec.environments import Environment
-from kestrl.errors import UserInputError
 
 PLANTED = Path(__file__).with_name("planted.py").read_text(encoding="utf-8")
 REPORT = Path(__file__).parents[3] / "data" / "reports" / "vf_validate"
@@ -114,13 +113,6 @@ def test_a_sound_rule_has_no_finding(check: Check) -> None:
 def test_a_defect_of_a_rule_is_found(check: Check, name: str, problem: str) -> None:
     found = check(rewards=rules(name))
     assert [each for each in found.problems if problem in each], found.problems
-
-
-def test_a_task_set_of_verifiers_is_judged_by_its_report(check: Check) -> None:
-    taskset = {"verifiers": {"taskset": "word-tasks"}}
-    assert len(check(environment=taskset, reports=[REPORT]).problems) == 1
-    with pytest.raises(UserInputError, match=r"^spec\.environment\.verifiers: .*--report"):
-        check(environment=taskset)
 
 
 @pytest.mark.parametrize(("name", "code"), [("sound", 0), ("always_zero", 2)])

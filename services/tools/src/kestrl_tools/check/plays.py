@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kestrl._shared.checking import NOTHING, SOLUTION, TRYING, PlaysCheck, run_check
+from kestrl._shared.checking import ATTEMPT, NOTHING, SOLUTION, TRYING, PlaysCheck, run_check
 from kestrl.data.rows import DataRow, read_rows
 from kestrl.episode import ACT
 from kestrl.errors import KestrlError, UserInputError, described
@@ -22,8 +22,6 @@ from kestrl_tools.rows import given, row_kwargs
 from kestrl_tools.sessions import Opening, Sessions
 from kestrl_tools.tool_threads import ToolThreads
 
-ATTEMPT = "I do not know."
-"""Turn of a play that tries and fails."""
 LIFETIME_SECONDS = 600.0
 Play = dict[str, Any]
 

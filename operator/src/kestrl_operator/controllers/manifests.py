@@ -206,11 +206,6 @@ def _check_interpreter(job: AgentRLJob) -> None:
 def _check_environment(job: AgentRLJob) -> None:
     """Checks that an environment has an image with its interpreter; raises `UserInputError`."""
     environment = job.spec.environment
-    if environment is not None and environment.owns_loop:
-        raise UserInputError(
-            f"spec.environment.{environment.kind}: runs its episodes itself, beside a worker on one machine: run the "
-            "job with `kestrl run`"
-        )
     if environment is not None and environment.image is None:
         raise UserInputError(
             "spec.environment.image: is required on a cluster, where pods install nothing: an image with the "

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import ParseResult, urlparse
 
+from kestrl._shared.plan.agents import pods_image
 from kestrl._shared.plan.components import Component, Role
+from kestrl._shared.plan.environments import stepped_environment
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
@@ -131,8 +133,9 @@ class Given:
         if role in by_role:
             return by_role[role]
         if role is Role.AGENT:
-            assert self.job.spec.agent.image is not None
-            return self.job.spec.agent.image
+            image = pods_image(self.job.spec)
+            assert image is not None
+            return image
         if role is Role.ENGINE:
             return images.engines(self.job.spec.inference.engine)[1][build]
         return images.learner[build]
@@ -232,7 +235,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         template=template.uri if template is not None and role is Role.ROLLOUT else None,
         template_target=f"{DATA}/template.jinja",
         files=file_sources(spec) if role is Role.TOOLS else (),
-        packages=PACKAGED if role is Role.TOOLS and spec.environment is not None else (),
+        packages=PACKAGED if role is Role.TOOLS and stepped_environment(spec) is not None else (),
         packages_target=PACKAGES,
     )
 
@@ -286,7 +289,7 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(inputs.job.spec) is not None,
         grace=grace_seconds(inputs.job.spec, role),
     )
-    environment = inputs.job.spec.environment
+    environment = stepped_environment(inputs.job.spec)
     if role is Role.TOOLS and environment is not None:
         pods = with_environment(pods, environment, inputs.cluster)
     if role in {Role.FILES, Role.TOOLS} and inputs.job.spec.data.files:

@@ -7,7 +7,7 @@ from ipaddress import IPv4Network, ip_network
 from types import MappingProxyType
 from typing import Any
 
-from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT, agent_servers
+from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT, agent_servers, pods_image
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.environments import environment_servers
 from kestrl._shared.plan.judges import judge_servers, uses_own_engines
@@ -46,7 +46,7 @@ def roles_of(spec: JobSpec) -> tuple[Role, ...]:
     """Roles with pods of their own in a job. Engines run in the pods of their agents."""
     absent = {
         *(() if has_rank_pods(spec) else (Role.RANKS,)),
-        *(() if spec.agent.image is not None else (Role.AGENT,)),
+        *(() if pods_image(spec) is not None else (Role.AGENT,)),
         *(() if spec.data.files else (Role.FILES,)),
     }
     return tuple(role for role in ROLES if role not in absent)
@@ -159,13 +159,13 @@ def _ranks(job: str, role: Role, spec: JobSpec, way: str) -> Iterator[Object]:
 
 
 def _agent_ingress(job: str, role: Role, spec: JobSpec) -> Iterator[Object]:
-    """To the gateway of workers, from the pods of the job's agent; where that is a URL from any pod, since a policy
-    does not know which has the agent, and each call needs the key of its episode.
+    """To the gateway of workers, from the pods that run the job's episodes; where its agent is a URL from any pod,
+    since a policy does not know which has the agent, and each call needs the key of its episode.
     """
     if role is not Role.ROLLOUT:
         return
     ports = [{"port": GATEWAY_PORT, "protocol": "TCP"}]
-    if spec.agent.image is not None:
+    if pods_image(spec) is not None:
         yield {"from": [_pods(job, Role.AGENT)], "ports": ports}
     elif agent_servers(spec.agent):
         yield {"from": [{"namespaceSelector": {}}], "ports": ports}

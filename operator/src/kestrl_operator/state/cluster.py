@@ -10,8 +10,9 @@ from urllib.parse import urlparse
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
-from kestrl._shared.plan.agents import AGENT_PORT
+from kestrl._shared.plan.agents import AGENT_PORT, pods_image, pods_replicas
 from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.environments import stepped_environment
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.servers import METADATA
 from kestrl._shared.plan.settings.common import DNS, SettingsModel
@@ -253,9 +254,10 @@ def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role,
     engines = workloads.get(Role.INFERENCE)
     number = spec.inference.replicas.nearest(0 if engines is None else engines.replicas)
     single_pods = dict.fromkeys((Role.JUDGE, Role.LEARNER), 1)
-    tools = {Role.TOOLS: 1 if spec.environment is None else spec.environment.replicas}
+    environment = stepped_environment(spec)
+    tools = {Role.TOOLS: 1 if environment is None else environment.replicas}
     ranks = {Role.RANKS: spec.learner.replicas - 1} if has_rank_pods(spec) else {}
-    agent = {} if spec.agent.image is None else {Role.AGENT: spec.agent.replicas}
+    agent = {} if pods_image(spec) is None else {Role.AGENT: pods_replicas(spec)}
     files = {Role.FILES: 1} if spec.data.files else {}
     return {
         Role.INFERENCE: number,

@@ -67,10 +67,15 @@ def environment_servers(spec: JobSpec) -> list[RemoteServer]:
     return [] if openenv is None or openenv.url is None else [server_at(openenv.url, "spec.environment.openenv.url")]
 
 
+def stepped_environment(spec: JobSpec) -> Environment | None:
+    """The environment that the tool service plays; None where there is none, or it runs its episodes itself."""
+    return None if spec.environment is None or spec.environment.owns_loop else spec.environment
+
+
 def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
     """The environment of a job as an entry of the tool service; none if it has none."""
-    environment = spec.environment
-    if environment is None or environment.owns_loop:
+    environment = stepped_environment(spec)
+    if environment is None:
         return ()
     rollout = spec.rollout
     episodes, deadline = rollout.replicas * rollout.concurrency, rollout.deadlines.tool
@@ -78,18 +83,28 @@ def environment_entries(spec: JobSpec, site: Site) -> tuple[ToolEntry, ...]:
     return (environment_entry(environment, site.environment_python, launcher, episodes=episodes, deadline=deadline),)
 
 
-def outside_environment(spec: JobSpec, site: Site) -> OutsideEnvironment | None:
-    """The environment of a job that runs its episodes itself, as a worker has it; None for another."""
+def outside_environment(spec: JobSpec, site: Site, *, pods: str | None) -> OutsideEnvironment | None:
+    """The environment of a job that runs its episodes itself, as a worker has it; None for another.
+
+    Args:
+        spec: The job.
+        site: Where it runs.
+        pods: URL of its pods; None where it runs beside the worker.
+    """
     environment = spec.environment
     if environment is None or environment.verifiers is None:
         return None
     rollout = spec.rollout
+    episodes = rollout.replicas * rollout.concurrency
+    if environment.sessions is not None:
+        episodes = environment.sessions * (environment.replicas if pods else 1)
     return OutsideEnvironment(
         name=NAME,
         taskset=environment.verifiers.taskset,
-        python=site.environment_python,
+        python=None if pods else site.environment_python,
+        pods=pods,
         config=verifiers_config(environment.verifiers, spec),
-        sessions=ceil((environment.sessions or rollout.replicas * rollout.concurrency) / rollout.replicas),
+        sessions=ceil(episodes / rollout.replicas),
         wait_seconds=WAIT_SHARE * rollout.deadlines.tool,
         start_seconds=environment.start_timeout,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent, outside_runner, with_gateway
+from kestrl._shared.plan.agents import agent_pods, gateway_listen, outside_agent, outside_runner, pods_url, with_gateway
 from kestrl._shared.plan.algorithm import AlgorithmSettings, CorrectionSettings
 from kestrl._shared.plan.components import USUAL_WORKERS, Component, Device, Ready, Role
 from kestrl._shared.plan.devices import with_devices
@@ -185,10 +185,10 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "template_arguments": spec.agent.template.arguments if spec.agent.template else {},
             "agent": spec.agent.loop,
             "agent_config": {} if spec.agent.outside else spec.agent.config,
-            "outside": outside_agent(spec.agent, site),
-            "environment": outside_environment(spec, site),
+            "outside": outside_agent(spec, site),
+            "environment": outside_environment(spec, site, pods=pods_url(spec, site)),
             "refused_fields": tuple(spec.agent.refuses),
-            "gateway_listen": gateway_listen(spec.agent, site),
+            "gateway_listen": gateway_listen(spec, site),
             "tool_call_format": spec.agent.tool_call_format,
             "agents": spec.agent.loops,
             "agents_config": spec.agent.loops_config,
@@ -203,7 +203,7 @@ def _rollout(job: AgentRLJob, site: Site, index: int) -> Component:
             "call_seconds": spec.rollout.deadlines.tool,
         }
     )
-    return with_gateway(_component(Role.ROLLOUT, index, settings, site), spec.agent, site)
+    return with_gateway(_component(Role.ROLLOUT, index, settings, site), spec, site)
 
 
 def gap_bounds(mean: float) -> GapBounds:

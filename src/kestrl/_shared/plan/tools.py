@@ -184,14 +184,16 @@ def _endpoint(endpoint: HttpEndpoint) -> EndpointEntry:
 
 
 def runtime_class(spec: JobSpec, role: Role) -> tuple[str, str] | None:
-    """The RuntimeClass that the job's tools, or its agent, ask for and the field that names it; None if they name
-    none.
+    """The RuntimeClass that the job's tools, or the pods that run its episodes, ask for and the field that names it;
+    None if they name none.
     """
+    environment = spec.environment
+    if environment is not None and environment.owns_loop is (role is Role.AGENT):
+        named = environment.runtime_class_name
+        return None if named is None else (named, "spec.environment.runtimeClassName")
     if role is Role.AGENT:
         agent = spec.agent.runtime_class_name
         return None if agent is None else (agent, "spec.agent.runtimeClassName")
-    if spec.environment is not None and spec.environment.runtime_class_name is not None:
-        return spec.environment.runtime_class_name, "spec.environment.runtimeClassName"
     tool_classes = (
         (tool.sandbox.runtime_class_name, f"spec.tools[{index}].sandbox.runtimeClassName")
         for index, tool in enumerate(spec.tools)

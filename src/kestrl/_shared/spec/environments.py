@@ -95,8 +95,8 @@ class Environment(Model):
     python: EnvironmentPython = EnvironmentPython()
     """Its interpreter on one machine, in which nothing of KestRL's services runs."""
     image: ImageName | None = None
-    """Image with the class or server, its requirements and a `python3` from 3.11, for a container of its own on a
-    cluster, which needs it. On one machine it is not used."""
+    """Image with the class, server or task set, its requirements and a `python3` from 3.11, for a container of its own
+    on a cluster, which needs it; a task set of verifiers has pods of its own. On one machine it is not used."""
     replicas: Annotated[int, Field(ge=1, le=100)] = 1
     """Pods with a container of `image`; each plays up to `sessions` episodes, and each worker plays in one of them."""
     runtime_class_name: RuntimeClassName | None = None

@@ -9,13 +9,14 @@ import pytest
 from tests.unit.operator.rendering import SECRETS, VALUES, of_kind, rendered
 from tests.unit.operator.samples import job
 
+from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT
 from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.state.cluster import read_cluster
 from kestrl_operator.state.jobs import Key
 
-TOOLS = "email-search-tools"
+TOOLS, AGENT = "email-search-tools", "email-search-agent"
 
 
 def with_environment(fields: str = "image: 'r/gym:2'") -> tuple[str, ...]:
@@ -26,8 +27,20 @@ def with_environment(fields: str = "image: 'r/gym:2'") -> tuple[str, ...]:
     )
 
 
-def pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    return of_kind(objects, "Deployment")[TOOLS]["spec"]["template"]["spec"]
+def with_verifiers(fields: str = "image: 'r/words:2', replicas: 2, sessions: 8") -> tuple[str, ...]:
+    return (
+        "tools=[]",
+        "rewards=[{rule: environment_reward}]",
+        f"environment={{verifiers: {{taskset: word-tasks}}, {fields}}}",
+    )
+
+
+def pod(objects: list[dict[str, Any]], name: str = TOOLS) -> dict[str, Any]:
+    return of_kind(objects, "Deployment")[name]["spec"]["template"]["spec"]
+
+
+def settings(objects: list[dict[str, Any]], name: str) -> Any:
+    return json.loads(of_kind(objects, "ConfigMap")["email-search-agentrljob"]["data"][f"{name}.json"])
 
 
 def beside(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,4 +135,61 @@ def test_an_environment_needs_an_image_on_a_cluster() -> None:
 
     with pytest.raises(UserInputError, match=r"spec\.environment\.image: is required on a cluster"):
         read(*with_environment("python: {requirements: [reasoning-gym]}"))
+    with pytest.raises(UserInputError, match=r"spec\.environment\.image: is required on a cluster"):
+        read(*with_verifiers("sessions: 8"))
     read(*with_environment("python: {requirements: [reasoning-gym]}, image: 'r/gym:2'"))
+    read(*with_verifiers())
+
+
+def test_one_that_runs_its_episodes_itself_has_pods_of_its_own() -> None:
+    objects = rendered(*with_verifiers())
+    assert [item["kind"] for item in objects if item["metadata"]["name"] == AGENT] == [
+        "NetworkPolicy",
+        "Service",
+        "PodDisruptionBudget",
+        "Deployment",
+    ]
+    assert of_kind(objects, "Deployment")[AGENT]["spec"]["replicas"] == 2
+    (init,), (container,) = pod(objects, AGENT)["initContainers"], pod(objects, AGENT)["containers"]
+    assert (init["image"], container["image"]) == ("r/rollout:1", "r/words:2")
+    assert container["command"][-1].endswith("/kestrl_rollout/hosts/pod_program.py")
+    assert not [name for name in SECRETS if name in str(container)]
+    assert [each["name"] for each in pod(objects)["containers"]] == ["tools"]
+    assert of_kind(objects, "Deployment")[TOOLS]["spec"]["replicas"] == 1
+    assert settings(objects, "prepare-tools")["packages"] == []
+
+
+def test_workers_post_to_its_pods_each_with_its_sessions() -> None:
+    objects = rendered(*with_verifiers(), "rollout.replicas=2")
+    worker, served = settings(objects, "rollout"), settings(objects, "agent")
+    assert (worker["environment"]["pods"], worker["environment"]["python"]) == (
+        f"http://{AGENT}.team-a.svc:{AGENT_PORT}",
+        None,
+    )
+    assert worker["gateway_listen"] == f"0.0.0.0:{GATEWAY_PORT}"
+    assert (worker["environment"]["sessions"], served["environment"]["sessions"], served["capacity"]) == (8, 8, 8)
+    assert (served["agent"], served["environment"]["pods"]) == (None, None)
+    assert served["environment"]["config"] == worker["environment"]["config"]
+
+
+def test_its_pods_and_workers_reach_each_other_and_nothing_else() -> None:
+    policies = of_kind(rendered(*with_verifiers()), "NetworkPolicy")
+    worker = {"podSelector": {"matchLabels": {"kestrl.dev/job": "email-search", "kestrl.dev/role": "rollout"}}}
+    assert policies[AGENT]["spec"]["egress"][1:] == [
+        {"to": [worker], "ports": [{"port": GATEWAY_PORT, "protocol": "TCP"}]}
+    ]
+    assert policies[AGENT]["spec"]["ingress"] == [
+        {"from": [worker], "ports": [{"port": AGENT_PORT, "protocol": "TCP"}]}
+    ]
+
+
+def test_more_workers_roll_no_pod_of_it_and_its_runtime_class_is_the_jobs() -> None:
+    def template(*overrides: str) -> Any:
+        return of_kind(rendered(*overrides), "Deployment")[AGENT]["spec"]["template"]
+
+    assert template(*with_verifiers(), "rollout.replicas=3") == template(*with_verifiers())
+    kata = with_verifiers("image: 'r/words:2', runtimeClassName: kata")
+    objects = rendered(*kata)
+    assert (pod(objects, AGENT)["runtimeClassName"], "runtimeClassName" in pod(objects)) == ("kata", False)
+    with pytest.raises(UserInputError, match=r"spec\.environment\.runtimeClassName: is kata"):
+        rendered(*kata, values={"toolsRuntimeClass": "gvisor"})

@@ -80,7 +80,7 @@ def test_an_environment_that_runs_its_episodes_gets_the_jobs_limits_and_its_own_
     spec = job(
         environment=environment, agent={"maxTurns": 3, "maxTokens": 64}, rollout={"replicas": 2}, inference={}
     ).spec
-    outside = outside_environment(spec, cast("Site", SimpleNamespace(environment_python="/venv/bin/python")))
+    outside = outside_environment(spec, cast("Site", SimpleNamespace(environment_python="/venv/bin/python")), pods=None)
     assert outside is not None
     assert (outside.sessions, outside.python, outside.start_seconds) == (3, "/venv/bin/python", 600)
     assert outside.config == {
@@ -94,9 +94,8 @@ def test_an_environment_that_runs_its_episodes_gets_the_jobs_limits_and_its_own_
             "timeout": {"scoring": 30},
         },
     }
-    assert (
-        outside_environment(job(environment=GYM).spec, cast("Site", SimpleNamespace(environment_python=None))) is None
-    )
+    stepped = job(environment=GYM).spec
+    assert outside_environment(stepped, cast("Site", SimpleNamespace(environment_python=None)), pods=None) is None
 
 
 def test_requirements_of_the_manifest_replace_those_of_the_adapter() -> None:

@@ -15,10 +15,14 @@ from kestrl.errors import Boundary, KestrlError, UserCodeError
 from kestrl_rollout.agents.loading import EnvironmentResult
 from kestrl_rollout.conversation.episode_conversation import EpisodeConversation
 from kestrl_rollout.hosts.comparison import difference
+from kestrl_rollout.hosts.environment_process import FIELD
 from kestrl_rollout.hosts.host import Host, RunEnded, RunRequest
 
-FIELD = "environment.verifiers"
-CODES: Mapping[str, str] = {"agent_process_ended": "process_died", "agent_not_started": "not_started"}
+CODES: Mapping[str, str] = {
+    "agent_process_ended": "process_died",
+    "agent_not_started": "not_started",
+    "agent_unreachable": "unreachable",
+}
 """Codes of failures of an environment by those of a host of agents."""
 STOPS: Mapping[str, StopReason] = {
     "max_turns": StopReason.MAX_TURNS,

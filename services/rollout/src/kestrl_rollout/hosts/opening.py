@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +12,9 @@ from kestrl._shared.plan.settings.rollout import HEALTH_PATH, OutsideAgent, Outs
 from kestrl.errors import UserInputError
 from kestrl_rollout.agents.loading import LoadedLoop, Loops
 from kestrl_rollout.hosts.command import CommandHost
-from kestrl_rollout.hosts.environment import FIELD, EnvironmentLoop
+from kestrl_rollout.hosts.environment import EnvironmentLoop
+from kestrl_rollout.hosts.environment_process import FIELD, environment_process
 from kestrl_rollout.hosts.host import Host
-from kestrl_rollout.hosts.inside import host_program
-from kestrl_rollout.hosts.inside.verifiers_host import remove_unused, work_root
 from kestrl_rollout.hosts.loop import HostLoop
 from kestrl_rollout.hosts.pods import PodsHost
 from kestrl_rollout.hosts.process import ProcessHost
@@ -82,34 +79,22 @@ async def _running(host: ProcessHost) -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def opened_environment_host(
-    environment: OutsideEnvironment, python_path: Sequence[str]
-) -> AsyncGenerator[ProcessHost]:
+async def opened_environment_host(environment: OutsideEnvironment, python_path: Sequence[str]) -> AsyncGenerator[Host]:
     """The host of an environment that runs its episodes itself, while the context is open.
 
     Raises:
         UserInputError: The environment cannot be loaded.
     """
+    if environment.pods is not None:
+        async with _client() as session:
+            pods = PodsHost(FIELD, environment.taskset, environment.pods, session)
+            await pods.started(HEALTH_PATH)
+            yield pods
+        return
     if environment.python is None:
         raise UserInputError("spec.environment: has no interpreter here, and would run in the worker's")
-    python = Path(environment.python)
-    variables = {"PATH": os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))}
-    host = ProcessHost(
-        "verifiers_host:VerifiersHost",
-        python=str(python),
-        config={"environment": environment.config, "sessions": environment.sessions},
-        variables=variables,
-        python_path=(*python_path, str(Path(host_program.__file__).parent)),
-        folder=python_path[0] if python_path else None,
-        field=FIELD,
-        starts=True,
-        start_seconds=environment.start_seconds,
-    )
-    try:
-        async with _running(host):
-            yield host
-    finally:
-        await asyncio.to_thread(remove_unused, work_root())  # the host was killed, and left its own
+    async with environment_process(environment.model_dump(), python_path) as host:
+        yield host
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-"""The server in a pod of an agent: a POST runs an episode, with the hosts that run beside a worker elsewhere.
+"""The server in a pod of an agent, or of an environment that runs its episodes itself: a POST runs an episode, with the
+hosts that run beside a worker elsewhere.
 
 It is imported with the standard library alone, since the user's image may have nothing else. A worker that closes the
 connection, at an episode's deadline or by its own end, ends the episode with all that it has started.
@@ -14,8 +15,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kestrl._shared.conventions import EXIT_INPUT
 from kestrl.agents.runs import RunResult
 from kestrl.errors import UserCodeError, UserInputError
 from kestrl_rollout.hosts.command import CommandHost
+from kestrl_rollout.hosts.environment_process import environment_process
 from kestrl_rollout.hosts.host import Host, RunEnded, RunRequest
 from kestrl_rollout.hosts.process import ProcessHost
 
@@ -151,23 +153,38 @@ async def _request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
 
 
 async def serve(settings: Mapping[str, Any], folder: str) -> None:
-    """Serves an agent until SIGTERM.
+    """Serves an agent or an environment until SIGTERM.
 
     Args:
         settings: `AgentPodSettings` as JSON.
         folder: Where programs run and what is imported first.
 
     Raises:
-        UserInputError: The agent cannot be used; the message has the field.
+        UserInputError: It cannot be used; the message has the field.
     """
     terminated = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
-    agent = settings["agent"]
-    host: CommandHost | ProcessHost
-    if agent["command"]:
-        host = CommandHost(agent["command"], variables=agent["env"], folder=folder, inherited=os.environ)
+    async with _opened_host(settings, folder) as host:
+        server = PodServer(host, settings["capacity"])
+        address, _, port = settings["listen"].rpartition(":")
+        listening = await asyncio.start_server(server.connected, address, int(port), limit=MAX_HEAD)
+        log.info("%s %s is served", host.field, host.name)
+        await terminated.wait()
+        listening.close()
+        await server.drain(settings["drain_seconds"])
+
+
+@asynccontextmanager
+async def _opened_host(settings: Mapping[str, Any], folder: str) -> AsyncGenerator[Host]:
+    """The host of the pod, while the context is open."""
+    agent, environment = settings["agent"], settings["environment"]
+    if environment is not None:
+        async with environment_process(environment, (folder,), inherited=os.environ) as host:
+            yield host
+    elif agent["command"]:
+        yield CommandHost(agent["command"], variables=agent["env"], folder=folder, inherited=os.environ)
     else:
-        host = ProcessHost(
+        process = ProcessHost(
             agent["run"],
             python=None,
             config=agent["config"],
@@ -176,23 +193,15 @@ async def serve(settings: Mapping[str, Any], folder: str) -> None:
             folder=folder,
             inherited=os.environ,
         )
-    try:
-        if isinstance(host, ProcessHost):
-            await host.start()
-        server = PodServer(host, settings["capacity"])
-        address, _, port = settings["listen"].rpartition(":")
-        listening = await asyncio.start_server(server.connected, address, int(port), limit=MAX_HEAD)
-        log.info("%s %s is served", host.field, host.name)
-        await terminated.wait()
-        listening.close()
-        await server.drain(settings["drain_seconds"])
-    finally:
-        if isinstance(host, ProcessHost):
-            await host.close()
+        try:
+            await process.start()
+            yield process
+        finally:
+            await process.close()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves the agent of a settings file; its exit status."""
+    """Serves what a settings file describes; its exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", type=Path, required=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

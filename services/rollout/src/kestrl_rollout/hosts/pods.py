@@ -1,4 +1,6 @@
-"""An agent in pods of its own: the same hosts as beside a worker, behind a POST for each episode."""
+"""An agent, or an environment that runs its episodes itself, in pods of its own: the same hosts as beside a worker,
+behind a POST for each episode.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kestrl_rollout.hosts.url import UrlHost, http_end
 
 log = logging.getLogger(__name__)
 START_SECONDS = 1200.0
-"""Time in which the first pod has to have pulled its image and loaded the agent."""
+"""Time in which the first pod has to have pulled its image and loaded what it runs."""
 RECONNECT_SECONDS = 60.0
 """Time for a connection, as while the pods are replaced."""
 POLL_SECONDS = 1.0
@@ -25,14 +27,14 @@ NOT_RUN = "http:503"
 
 
 class PodsHost(UrlHost):
-    """Posts every episode to the pods of an agent. Waits for a connection, but sends no episode twice."""
+    """Posts every episode to the pods that run it. Waits for a connection, but sends no episode twice."""
 
     def __init__(self, field: str, name: str, url: str, session: aiohttp.ClientSession) -> None:
         """Describes it.
 
         Args:
-            field: The manifest field of the agent.
-            name: The agent as in that field.
+            field: The manifest field of what runs the episodes.
+            name: The agent or task set as in that field.
             url: URL of the pods.
             session: The client.
         """
@@ -59,9 +61,10 @@ class PodsHost(UrlHost):
                     log.debug("%s is waited for: %s", self.field, last)
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
+            image = f"spec.{self.field.partition('.')[0]}.image"
             raise UserInputError(
-                f"spec.agent.image: no pod has loaded {self.field} {self.name} within {START_SECONDS:g} s ({last}); "
-                "the pods' logs say more"
+                f"{image}: no pod has loaded {self.field} {self.name} within {START_SECONDS:g} s ({last}); the pods' "
+                "logs say more"
             ) from None
 
     async def run(self, request: RunRequest) -> RunResult:

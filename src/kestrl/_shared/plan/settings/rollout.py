@@ -30,26 +30,32 @@ class OutsideAgent(SettingsModel):
 
 
 class OutsideEnvironment(SettingsModel):
-    """An environment that runs its episodes itself, in a process beside the worker."""
+    """An environment that runs its episodes itself, in a process beside the worker or in pods of its own."""
 
     name: str
     """Name of its state in an episode."""
     taskset: str
     python: str | None = None
-    """Its interpreter; None where it has not been made."""
+    """Its interpreter; None where it has not been made, or where it runs in pods."""
+    pods: str | None = None
+    """URL of its pods; None where it runs beside the worker."""
     config: dict[str, Any]
     """Configuration of verifiers' environment."""
     sessions: int
-    """Episodes that it plays for a worker at the same time."""
+    """Episodes that it plays for a worker, or in a pod, at the same time."""
     wait_seconds: float
     """Time that an episode waits for a place."""
     start_seconds: float
 
 
 class AgentPodSettings(ServiceSettings):
-    """The pods of an agent. Read there with the standard library alone, from the user's image."""
+    """The pods of an agent, or of an environment that runs its episodes itself. Read there with the standard library
+    alone, from the user's image.
+    """
 
-    agent: OutsideAgent
+    agent: OutsideAgent | None = None
+    """The agent; None where an environment is set."""
+    environment: OutsideEnvironment | None = None
     capacity: int
     """Episodes that run at the same time in a pod; further ones are refused."""
     drain_seconds: float = 60.0

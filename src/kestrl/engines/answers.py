@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -44,16 +45,35 @@ def listed_adapters(answer: bytes, base: str) -> dict[str, str]:
 
 
 def metric_sums(page: str, names: Collection[str]) -> dict[str, float]:
-    """Metrics of a Prometheus page by name, summed over labels."""
+    """Metrics of a Prometheus page by name, summed over labels.
+
+    Raises:
+        ValueError: One is no finite number.
+    """
     sums: dict[str, float] = {}
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in names:
-            sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
+            sums[name] = _finite(sums.get(name, 0.0) + _sample(line), name)
     return sums
 
 
 def labelled_sum(page: str, name: str, label: str) -> float:
-    """A metric of a Prometheus page, summed over the lines that have a label such as `stage="prefill_forward"`."""
+    """A metric of a Prometheus page, summed over the lines that have a label such as `stage="prefill_forward"`.
+
+    Raises:
+        ValueError: One is no finite number.
+    """
     lines = (line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line)
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return _finite(sum(map(_sample, lines)), name)
+
+
+def _sample(line: str) -> float:
+    """The number at the end of a line of a Prometheus page."""
+    return float(line.rpartition(" ")[2])
+
+
+def _finite(number: float, name: str) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"the metric {name} is {number}, no finite number")
+    return number

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from kestrl.engines import Load, Work
+from kestrl.engines.sglang import Sglang
 from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure
 from kestrl_inference import engine as client
@@ -172,6 +173,32 @@ async def test_scores_that_are_not_finite_prove_nothing(value: str) -> None:
     async with answering(raw(body)) as engine:
         with pytest.raises(EngineFailure, match="not finite"):
             await engine.score("job.1", [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "metric"),
+    [
+        (Vllm(), "vllm:num_requests_running"),
+        (Vllm(), "vllm:kv_cache_usage_perc"),
+        (Sglang(), "sglang:num_running_reqs"),
+        (Sglang(), "sglang:token_usage"),
+    ],
+)
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e999", "1e308\n{name} 1e308"])
+async def test_metrics_that_are_not_finite_are_nonsense_not_numbers(
+    dialect: Vllm | Sglang, metric: str, value: str
+) -> None:
+    page = f"{metric} {value.format(name=metric)}\n"
+
+    def answer(request: web.Request) -> Any:
+        return web.Response(text=page) if request.path == "/metrics" else {"data": []}
+
+    async with answering(answer) as engine:
+        engine.dialect = dialect
+        pulse = await engine.look()
+    assert not pulse.healthy
+    assert f"the metric {metric} is " in pulse.reason
+    assert "no finite number" in pulse.reason
 
 
 async def test_scores_are_those_of_the_tokens_themselves() -> None:

@@ -259,7 +259,7 @@ def _read(reading: Callable[[], Read]) -> Read:
     """
     try:
         return reading()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise EngineFailure(str(error), code="engine_nonsense") from error
 
 

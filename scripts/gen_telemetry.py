@@ -26,27 +26,46 @@ each also serves its metrics for Prometheus, on a port that `kestrl status` show
 """
 TAIL = """## Tail sampling
 
-A run is one trace, and a tenth of its groups are in it (`telemetry.tracedGroups`). A collector's `tail_sampling`
-decides on whole traces, which are whole runs here; what keeps the episodes that are worth looking at is its `filter`.
-With `telemetry.tracedGroups: 1`, this drops the spans of episodes that did not fail and whose reward is within 0.1 of
-the mean of their group:
+A group is a trace with all its episodes, and a tenth of the groups are traced (`telemetry.tracedGroups`). With
+`telemetry.tracedGroups: 1` a collector decides which of them to keep, by what became of their episodes. This keeps the
+run's own trace, groups with a failed episode or a large advantage, groups with a low reward, and a hundredth of the
+others:
 
 ```
 processors:
-  filter/episodes:
-    error_mode: ignore
-    traces:
-      span:
-        - >-
-          name == "kestrl.episode"
-          and attributes["kestrl.failure.boundary"] == nil
-          and attributes["kestrl.reward.distance"] < 0.1
+  tail_sampling:
+    decision_wait: 10m
+    policies:
+      - name: run
+        type: ottl_condition
+        ottl_condition:
+          error_mode: ignore
+          span: ['span.name == "kestrl.publish"']
+      - name: failed
+        type: ottl_condition
+        ottl_condition:
+          error_mode: ignore
+          span: ['span.attributes["kestrl.failure.boundary"] != nil']
+      - name: large-advantage
+        type: ottl_condition
+        ottl_condition:
+          error_mode: ignore
+          span: ['span.attributes["kestrl.advantage"] >= 1.0']
+      - name: low-reward
+        type: ottl_condition
+        ottl_condition:
+          error_mode: ignore
+          span: ['span.attributes["kestrl.reward"] < 0.0']
+      - name: some
+        type: probabilistic
+        probabilistic: {sampling_percentage: 1}
 ```
 
-The spans of their calls stay. `kestrl.reward.distance` is the size of the advantage as far as a group alone decides on
-it; the algorithm's own is computed in the step and stands in the [table of episodes](episodes.md), which has the
-trace's id. Of whole groups `kestrl.score` has `kestrl.reward.lowest` and `kestrl.reward.highest`: where they are equal
-nothing is learned.
+An advantage is known when a step trains on the episode, long after its span has ended. The learner then sends a span
+`kestrl.advantage` in the trace of the group, so that `decision_wait` is longer than a step takes. Before that,
+`kestrl.reward.distance` of `kestrl.episode` says how far a reward is from its group's mean.
+
+`test_tail_sampling.py::test_a_collector_keeps_what_failed_and_what_is_learned_from` runs these lines in a collector.
 """
 
 

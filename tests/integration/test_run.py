@@ -197,15 +197,16 @@ def post(port: int, path: str, body: bytes, key: str) -> dict[str, Any]:
 def test_one_trace_goes_through_every_hop(finished: tuple[RunDir, str], collector: Collector) -> None:
     run, _ = finished
     paths = collector.paths()
-    episode = "job > group > group > episode"
+    episode = "group > group > episode"
     expected = {
         "job": "kestrl-learner",
         "job > publish > load > prove": "kestrl-inference",
-        "job > evaluate > group > group > episode > model_call": "kestrl-rollout",
+        "job > evaluate": "kestrl-learner",
         f"{episode} > model_call": "kestrl-rollout",
         f"{episode} > model_call > llm_request": "kestrl-engine",
         f"{episode} > tool_call > tool_execute": "kestrl-tools",
-        "job > group > group > score > score": "kestrl-judge",
+        "group > group > score > score": "kestrl-judge",
+        "group > advantage": "kestrl-learner",
         "job > step > update": "kestrl-learner",
         "job > step > publish > load > prove": "kestrl-inference",
         "job > checkpoint": "kestrl-learner",
@@ -214,7 +215,11 @@ def test_one_trace_goes_through_every_hop(finished: tuple[RunDir, str], collecto
         path: {service} for path, service in expected.items()
     }
     # Beside these there are vLLM's own start and the evaluation that another test asked for, in traces of their own.
-    assert len({span.trace_id for span in collector.spans.values() if span.run == run.id}) == 1
+    of_run = [span for span in collector.spans.values() if span.run == run.id]
+    groups = {span.attributes["kestrl.group.id"]: span.trace_id for span in of_run if span.name == "kestrl.group"}
+    assert len(set(groups.values())) == len(groups), "each group is a trace"
+    others = {span.trace_id for span in of_run} - set(groups.values())
+    assert len(others) == 1, "and the run is one"
     assert not any(span.failed for span in collector.spans.values())
     stored = kestrl("episodes", "list", run.id, "--runs", run.path.parent, "--step", "1").splitlines()
     named = {span.attributes.get("kestrl.episode.id") for span in collector.spans.values()}

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.fakes.s3 import S3Server, serving_s3
 
 from kestrl._shared import telemetry
+from kestrl._shared.telemetry.export import RootIds
 
 # For every property: how fast a busy machine is does not matter. Time is measured in `benchmarks/`.
 settings.register_profile("kestrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,7 +23,7 @@ settings.load_profile("kestrl")
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     """Keeps the spans that this process makes during a test."""
     memory = InMemorySpanExporter()
-    provider = TracerProvider()
+    provider = TracerProvider(id_generator=RootIds())
     provider.add_span_processor(SimpleSpanProcessor(memory))
     # Not the global provider, which could not be taken back.
     monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("kestrl"))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from tests.fakes.tail_sampling import tail_sampling
 
 from kestrl._shared.telemetry.names import Attr, EventName, Instrument, Metric, SpanName
 
@@ -32,11 +32,11 @@ def test_the_page_has_every_name() -> None:
     assert rows == {*constants, *(metric.name for metric in metrics)}
 
 
-def test_the_collectors_filter_has_names_of_the_code() -> None:
-    page = (ROOT / "docs/telemetry.md").read_text()
-    (example,) = re.findall(r"^```\n(processors:.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (condition,) = yaml.safe_load(example)["processors"]["filter/episodes"]["traces"]["span"]
-    assert re.findall(r'"([^"]+)"', condition) == [SpanName.EPISODE, Attr.FAILURE_BOUNDARY, Attr.REWARD_DISTANCE]
+def test_the_collectors_policies_have_names_of_the_code() -> None:
+    policies = tail_sampling()["processors"]["tail_sampling"]["policies"]
+    conditions = [span for policy in policies for span in policy.get("ottl_condition", {}).get("span", ())]
+    named = [name for condition in conditions for name in re.findall(r'"([^"]+)"', condition)]
+    assert named == [SpanName.PUBLISH, Attr.FAILURE_BOUNDARY, Attr.ADVANTAGE, Attr.REWARD]
 
 
 @pytest.mark.parametrize("kind", [SpanName, Attr, EventName, Metric], ids=lambda kind: kind.__name__)

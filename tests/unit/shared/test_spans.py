@@ -17,7 +17,8 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, Trace
 from tests.fakes.collector import Collector, collecting
 
 import kestrl._shared.telemetry
-from kestrl._shared.telemetry import Unended, current_trace_id, span, trace_headers
+from kestrl._shared.telemetry import Unended, current_trace_id, ids_of, span, trace_headers, within
+from kestrl._shared.telemetry.export import RootIds
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl._shared.telemetry.sampling import sampler
 from kestrl.engines.otlp import is_http, uses_http
@@ -88,6 +89,33 @@ def test_a_span_that_is_not_sampled_waits_for_nothing() -> None:
         with span("episode", unended=unended, key="g/0"):
             pass
         assert not unended.recorded
+
+
+def test_a_trace_of_its_own_has_derived_ids_and_a_link_to_what_began_it() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(id_generator=RootIds(), shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kestrl._shared.telemetry, "_tracer", provider.get_tracer("kestrl"))
+        with span("job"), span("group", root=ids_of("run/0-1-0")), span("episode"):
+            assert current_trace_id() == ids_of("run/0-1-0").split("-")[1]
+        with within(ids_of("run/0-1-0")), span("advantage"):
+            pass
+        with span("other", root=ids_of("run/0-2-0")):
+            pass
+    episode, group, job, advantage, other = exporter.get_finished_spans()
+    assert [kept.name for kept in (episode, group, job, advantage, other)] == [
+        "episode", "group", "job", "advantage", "other",
+    ]  # fmt: skip
+    assert (group.parent, other.parent) == (None, None)
+    assert [link.context for link in group.links] == [job.context]
+    assert not other.links
+    assert episode.parent == group.context
+    assert advantage.parent is not None
+    assert group.context is not None
+    assert (advantage.parent.trace_id, advantage.parent.span_id) == (group.context.trace_id, group.context.span_id)
+    traces = {kept.context.trace_id for kept in (job, group, other) if kept.context}
+    assert len(traces) == 3
 
 
 def test_the_children_of_an_unsampled_parent_are_not_recorded(exporter: InMemorySpanExporter) -> None:

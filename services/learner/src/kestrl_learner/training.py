@@ -38,7 +38,7 @@ from kestrl_learner.store import checkpoint
 from kestrl_learner.store.records import step_record
 from kestrl_learner.store.retention import delete_adapters, delete_episodes
 from kestrl_learner.train.compute import Compute
-from kestrl_learner.train.diagnostics import staleness_facts
+from kestrl_learner.train.diagnostics import staleness_facts, trace_advantages
 from kestrl_learner.train.trainer import StepResult
 
 log = logging.getLogger(__name__)
@@ -315,6 +315,7 @@ class TrainingRun:
         resources, step = self._resources, self._done
         groups = [item.group for item in ready]
         stored = [_stored(item, tokens) for item, tokens in zip(ready, result.tokens, strict=True)]
+        trace_advantages(step, stored)
         await self._store(step, [*stored, *self._source.take_ended()])
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]

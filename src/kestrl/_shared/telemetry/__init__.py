@@ -14,10 +14,10 @@ from typing import Self
 
 from opentelemetry import context, trace
 from opentelemetry.propagate import extract, inject
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Link, Span, Status, StatusCode
 
 from kestrl._shared.telemetry.names import Attr
-from kestrl._shared.telemetry.root_ids import ROOT
+from kestrl._shared.telemetry.root_ids import ROOT, ids_of
 from kestrl.engines.otlp import named_endpoint
 from kestrl.errors import KestrlError
 
@@ -26,6 +26,7 @@ __all__ = [
     "beginning",
     "current_trace_id",
     "event",
+    "ids_of",
     "set_up",
     "span",
     "trace_headers",
@@ -110,10 +111,12 @@ class Unended:
 class span:  # noqa: N801 - used as a verb: `with span(...)`
     """A span around a piece of work. A `KestrlError` marks it with its boundary and code; every error marks it failed.
 
+    With `root`, a W3C context, it begins a trace of its own with these ids, which is linked to the current span.
+
     A class, since every call of a model or tool makes a span, and two generators would cost as much as the span.
     """
 
-    __slots__ = ("_attributes", "_key", "_name", "_span", "_token", "_unended")
+    __slots__ = ("_attributes", "_key", "_name", "_root", "_span", "_token", "_unended")
 
     def __init__(
         self,
@@ -122,13 +125,20 @@ class span:  # noqa: N801 - used as a verb: `with span(...)`
         *,
         unended: Unended | None = None,
         key: str = "",
+        root: str = "",
     ) -> None:
-        self._name, self._attributes, self._unended, self._key = name, attributes, unended, key
+        self._name, self._attributes, self._unended, self._key, self._root = name, attributes, unended, key, root
 
     def __enter__(self) -> Span:
-        self._span = _tracer.start_span(self._name, attributes=self._attributes)
+        self._span = self._begun_root() if self._root else _tracer.start_span(self._name, attributes=self._attributes)
         self._token = context.attach(trace.set_span_in_context(self._span))
         return self._span
+
+    def _begun_root(self) -> Span:
+        current = trace.get_current_span().get_span_context()
+        links = [Link(current)] if current.is_valid else []
+        with beginning(self._root):
+            return _tracer.start_span(self._name, context.Context(), attributes=self._attributes, links=links)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

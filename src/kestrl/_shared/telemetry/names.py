@@ -8,12 +8,14 @@ from typing import NamedTuple
 class SpanName:
     """Names of spans. The tree, on a cluster below the operator's first `reconcile` of the job:
 
-    job > group > episode > model_call, tool_call > tool_execute
-                > score > judge_call
-        > step > update, publish > load > prove
-        > evaluate > group > ..., checkpoint
+    job > step > update, publish > load > prove
+        > evaluate, checkpoint
+    group > episode > model_call, tool_call > tool_execute
+          > score > judge_call
+          > advantage
 
-    A group is a child of the job, not of a step, since with staleness it may span several steps.
+    A group is a trace of its own, linked to the span that began it: a collector decides on traces, and keeps groups or
+    drops them.
     """
 
     JOB = "kestrl.job"
@@ -21,7 +23,8 @@ class SpanName:
     STEP = "kestrl.step"
     """An optimiser step, from its first group to the verified policy."""
     GROUP = "kestrl.group"
-    """A group: sent and decided on by the learner, run by a worker."""
+    """A group: sent and decided on by the learner, run by a worker. A trace of its own, linked to the job or the
+    evaluation."""
     EPISODE = "kestrl.episode"
     """An attempt. It ends with its work and is sent when its group is scored."""
     MODEL_CALL = "kestrl.model_call"
@@ -34,6 +37,8 @@ class SpanName:
     """The scoring of a group, in the worker and in the judge."""
     JUDGE_CALL = "kestrl.judge_call"
     """A request to a judge model."""
+    ADVANTAGE = "kestrl.advantage"
+    """An episode that a step has trained on, once its advantage is known; in the trace of its group."""
     UPDATE = "kestrl.update"
     """The computation of a step: log-probs, loss and update."""
     PUBLISH = "kestrl.publish"
@@ -86,6 +91,8 @@ class Attr:
     """Reward of a scored episode."""
     REWARD_DISTANCE = "kestrl.reward.distance"
     """Distance of an episode's reward from the mean of its group's: 0 where the advantage relative to the group is."""
+    ADVANTAGE = "kestrl.advantage"
+    """Largest size of the advantages of an episode's tokens, as its step has trained on them."""
     LOWEST_REWARD = "kestrl.reward.lowest"
     """Lowest reward of a scored group."""
     HIGHEST_REWARD = "kestrl.reward.highest"

@@ -16,8 +16,7 @@ from kestrl._shared.telemetry.names import Attr, SpanName
 class GroupRatio(Sampler):
     """Samples a share of the spans of groups, and all others.
 
-    A run is one trace, so that its trace id cannot decide; the id of the group does, and every attempt and process
-    decides alike.
+    The id of the group decides, so that every attempt and process decides alike.
     """
 
     def __init__(self, ratio: float) -> None:

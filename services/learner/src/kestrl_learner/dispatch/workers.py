@@ -27,7 +27,7 @@ from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
 from kestrl._shared.rpc import Channel, call, channel, connected, stream
 from kestrl._shared.rpc.codec import deadlines_to_proto, sandboxes_from_proto
 from kestrl._shared.rpc.lookup import resolved
-from kestrl._shared.telemetry import span
+from kestrl._shared.telemetry import ids_of, span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
@@ -311,7 +311,8 @@ class Workers:
             self._changed.notify()
 
         try:
-            with span(SpanName.GROUP, {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}):
+            attributes = {Attr.GROUP_ID: request.group_id, Attr.POLICY: request.policy.name}
+            with span(SpanName.GROUP, attributes, root=ids_of(request.group_id)):
                 group = await self._stream(worker, request, free)
                 self._progress.work.add(group)
                 return group

@@ -11,7 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kestrl._shared.telemetry import ids_of, span, within
+from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.episode import Group
+from kestrl.storage.episodes import StoredGroup
 
 QUANTILES = (0.01, 0.5, 0.99)
 LOG_RATIO_BOUND = 20.0
@@ -96,3 +99,28 @@ def _seconds(group: Group) -> float:
         return 0.0
     begin = min(episode.started_at for episode in group.episodes)
     return max(0.0, max(episode.started_at + episode.seconds for episode in group.episodes) - begin)
+
+
+def trace_advantages(step: int, groups: Sequence[StoredGroup]) -> None:
+    """A span for each episode that a step has trained on, in the trace of its group, which ended before the advantage
+    was known.
+
+    Args:
+        step: Number of the step.
+        groups: Its groups, with what was computed on their tokens.
+    """
+    for stored in groups:
+        root = ids_of(stored.group.id)
+        for episode in stored.group.episodes:
+            tokens = stored.tokens.get(episode.id)
+            if tokens is None or not tokens.advantages or episode.trace_id != root.split("-")[1]:
+                continue
+            facts: dict[str, str | float] = {
+                Attr.STEP: step,
+                Attr.EPISODE_ID: episode.id,
+                Attr.ADVANTAGE: max(map(abs, tokens.advantages)),
+            }
+            if episode.reward is not None:
+                facts[Attr.REWARD] = episode.reward
+            with within(root), span(SpanName.ADVANTAGE, facts):
+                pass

@@ -61,6 +61,13 @@ class ObjectVersion(NamedTuple):
     """Unix seconds at which it was written."""
 
 
+class FolderListing(NamedTuple):
+    """What lies directly in a folder, by name."""
+
+    folders: list[str]
+    objects: dict[str, ObjectVersion]
+
+
 def _client(mounted: Mapping[str, str]) -> ClientConfig:
     # An endpoint without TLS is intended: a store on loopback or inside a cluster.
     variables = {**os.environ, **mounted}
@@ -252,6 +259,17 @@ class ObjectStore:
             return sorted(str(meta["path"]) for batch in batches for meta in batch)
         except (BaseError, OSError) as error:
             raise self._refused("list", prefix, error) from error
+
+    def folder(self, prefix: str = "") -> FolderListing:
+        """What lies directly in the folder `prefix`; empty for one that does not exist."""
+        try:
+            listing = obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None)
+        except (BaseError, OSError) as error:
+            raise self._refused("list", prefix, error) from error
+        return FolderListing(
+            folders=sorted(str(path).rpartition("/")[2] for path in listing["common_prefixes"]),
+            objects={str(meta["path"]).rpartition("/")[2]: _version(meta) for meta in listing["objects"]},
+        )
 
     def versions(self, prefix: str) -> dict[str, ObjectVersion]:
         """Version of each object under the folder `prefix`, by path, sorted."""

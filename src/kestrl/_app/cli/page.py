@@ -11,6 +11,7 @@ import typer
 
 from kestrl._app.cli.options import DEFAULT_RUNS, Runs
 from kestrl._app.episodes.places import find_place
+from kestrl._app.page.addressed_runs import library_at
 from kestrl._app.page.library import Library, RunsFolder, SingleRun
 from kestrl.errors import UserInputError
 
@@ -19,8 +20,8 @@ def ui(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of runs, run id, folder of an evaluation, or address such as s3://bucket/run (default: all "
-            "runs of --runs).",
+            help="Folder of runs, run id, folder of an evaluation, or address of a run or of runs, such as "
+            "s3://bucket/runs (default: all runs of --runs).",
             show_default=False,
         ),
     ] = None,
@@ -60,6 +61,8 @@ def _library(runs: Path, target: str | None) -> tuple[Library, bool]:
         raise UserInputError(f"there is no folder {folder}; name a folder of runs, a run or an address")
     if target is None or ("://" not in target and next(folder.glob("*/job.json"), None) is not None):
         return RunsFolder(folder.resolve()), os.access(folder, os.W_OK)
+    if "://" in target and (addressed := library_at(target)) is not None:
+        return addressed, True
     place = find_place(runs, target)
     name = place.run.id if place.run is not None else target.rstrip("/").rpartition("/")[2] or "run"
     return SingleRun(name, place), place.run is None or os.access(place.run.path, os.W_OK)

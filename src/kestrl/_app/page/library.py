@@ -14,6 +14,7 @@ from kestrl._app.local.rundir import RunDir
 from kestrl.errors import KestrlError
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import LocalRunState
+from kestrl.storage import ObjectStore
 from kestrl.storage.summary import RunSummary, read_summary
 
 MOST_RUNS = 500
@@ -97,11 +98,16 @@ class SingleRun(Library):
     def facts(self, name: str) -> RunFacts:
         if self._place.run is not None:
             return _facts_of_run(name, self._place.run)
-        try:
-            summary = read_summary(self._place.store)
-        except KestrlError as error:
-            return RunFacts(name=name, state="unreadable", problem=str(error))
-        return _facts(name, summary, None, state="not ended" if summary is None else str(summary.status), live=True)
+        return facts_at(name, self._place.store)
+
+
+def facts_at(name: str, store: ObjectStore) -> RunFacts:
+    """What is known of a run from its storage alone: its result, if it has one."""
+    try:
+        summary = read_summary(store)
+    except KestrlError as error:
+        return RunFacts(name=name, state="unreadable", problem=str(error))
+    return _facts(name, summary, None, state="not ended" if summary is None else str(summary.status), live=True)
 
 
 def _facts_of_run(name: str, run: RunDir) -> RunFacts:

@@ -1,0 +1,28 @@
+# The page `kestrl ui`.
+# Build from the repository's root: scripts/build_images page
+ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
+
+FROM ${BASE} AS build
+ARG UV=0.13.8
+RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==${UV}
+ENV UV_PROJECT_ENVIRONMENT=/opt/kestrl UV_PYTHON=python3.11 UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy \
+    UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1 UV_SYSTEM_CERTS=1
+WORKDIR /src
+# First what others wrote: this layer stays when only our code changes.
+COPY pyproject.toml uv.lock ./
+RUN /uv/bin/uv sync --frozen --no-default-groups --no-install-workspace --package kestrl --extra ui
+COPY . .
+RUN /uv/bin/uv sync --frozen --no-default-groups --no-editable --package kestrl --extra ui
+
+FROM ${BASE}
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="kestrl-page" \
+      org.opencontainers.image.description="KestRL's page of runs and episodes" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Some libraries ask for the user's name, so the user that pods run as has one.
+RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
+COPY --from=build /opt/kestrl /opt/kestrl
+ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
+USER 10001:10001
+ENTRYPOINT ["python", "-m", "kestrl._app.cli.main"]

@@ -30,6 +30,7 @@ PUBLISHED: Mapping[Type, Mapping[str, str]] = {
     Type.REWARD_HEALTHY: {"JudgeFailing": "Warning", "Degenerate": "Warning"},
     Type.TOOLS_HEALTHY: {"NoToolCall": "Warning", "CallsFailing": "Warning"},
     Type.LEARNED: dict.fromkeys(("NoToolCall", "NoRewardSpread", "ZeroGradient", "WeightsUnchanged"), "Warning"),
+    Type.TRACKED: {"Failing": "Warning"},
     Type.SUSPENDED: {"Draining": "Normal", "Released": "Normal"},
     Type.READY: {"OperatorFailed": "Warning", "Quarantined": "Warning"},
     Type.SUCCEEDED: {

@@ -224,11 +224,12 @@ def _check_files(job: AgentRLJob) -> None:
 
 
 def _check_telemetry(job: AgentRLJob) -> None:
-    """Refuses what only a run on one machine has; raises `UserInputError`."""
-    if job.spec.telemetry.mlflow is not None:
+    """Refuses a server that is on one machine; raises `UserInputError`."""
+    tracking = job.spec.telemetry.mlflow
+    if tracking is not None and tracking.uri.startswith("sqlite:"):
         raise UserInputError(
-            "spec.telemetry.mlflow: is for `kestrl run`, which sends the run itself; on a cluster remove it, and start "
-            "`kestrl push s3://BUCKET/RUN --to mlflow --follow` wherever the storage can be read"
+            f"spec.telemetry.mlflow.uri: {tracking.uri} is a database of one machine; on a cluster name the address of "
+            "a server: http://mlflow.NAMESPACE.svc:5000, for example"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import time
 from typing import Any
 
@@ -12,7 +12,7 @@ from kestrl.errors import UserInputError
 from kestrl_operator.controllers.job_state import Fallback, JobState, ParsedManifest
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
 from kestrl_operator.state.jobs import Key
-from kestrl_operator.state.snapshot import ACCEPTED, Snapshot, Workload
+from kestrl_operator.state.snapshot import ACCEPTED, Pod, Snapshot, Workload
 from kestrl_operator.state.store import Store
 from kestrl_operator.status.build import remembered
 from kestrl_operator.status.conditions import Type
@@ -35,7 +35,8 @@ class Observer:
             raw: The job object.
         """
         metadata, now, key = raw["metadata"], time(), state.key
-        pods, lost_nodes = self._store.pods(key, state.uid), self._store.lost_nodes()
+        present_pods, lost_nodes = self._store.pods(key, state.uid), self._store.lost_nodes()
+        pods = _needed(present_pods)
         parsed, workloads, nodes = self._parsed(state, raw), self._store.workloads(key), self._store.nodes
         job = parsed.job
         problem = parsed.problem or state.refused_now(parsed.generation, now)
@@ -52,11 +53,12 @@ class Observer:
             labels=metadata.get("labels", {}),
             status=raw.get("status", {}),
             pods=pods,
+            followers=[pod for pod in present_pods if pod.role is Role.MLFLOW],
             workloads=workloads,
             last_report=None if state.stream is None else state.stream.report,
             unreachable="" if state.stream is None else state.stream.unreachable,
             unsatisfiable="" if job is None or nodes is None or problem else self._manifests.unsatisfiable(job, nodes),
-            lost_nodes={pod.node: lost_nodes[pod.node] for pod in pods if pod.node in lost_nodes},
+            lost_nodes={pod.node: lost_nodes[pod.node] for pod in present_pods if pod.node in lost_nodes},
             yields=is_partly_scheduled(pods) and self._yields(key, now),
             memory=remembered(raw.get("status", {})) if state.memory is None else state.memory,
         )
@@ -67,7 +69,7 @@ class Observer:
             job_key: (raw["metadata"].get("creationTimestamp", ""), raw["metadata"]["uid"])
             for job_key, raw in self._store.jobs.items()
             if job_key == key
-            or (not _trains(raw) and is_partly_scheduled(self._store.pods(job_key, raw["metadata"]["uid"])))
+            or (not _trains(raw) and is_partly_scheduled(_needed(self._store.pods(job_key, raw["metadata"]["uid"]))))
         }
         youngest = max(waiting, key=lambda job_key: waiting[job_key], default=None)
         return len(waiting) > 1 and youngest == key and now >= self.yielded_at + PARTLY_SECONDS
@@ -94,6 +96,11 @@ class Observer:
             job = self._manifests.last_accepted(state.key, raw, annotations)
             fallback = state.fallback = Fallback(generation, accepted, job)
         return fallback.job
+
+
+def _needed(pods: Sequence[Pod]) -> list[Pod]:
+    """The pods that a job needs: all but those that send its run to an experiment tracker."""
+    return [pod for pod in pods if pod.role is not Role.MLFLOW]
 
 
 def _trains(raw: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from kestrl_operator.render.patching import PodPatch, patched
 from kestrl_operator.render.pod_defaults import with_pod_defaults
 from kestrl_operator.render.pods import (
     STORAGE_ROLES,
+    UNPREPARED,
     Object,
     account,
     checksum,
@@ -35,6 +36,7 @@ from kestrl_operator.render.pods import (
 )
 from kestrl_operator.render.resources import within_limits
 from kestrl_operator.render.stopping import grace_seconds, with_drain
+from kestrl_operator.render.tracking import strategy, with_tracking
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.cluster import (
     DATA,
@@ -127,6 +129,7 @@ class Given:
             Role.INFERENCE: images.agent,
             Role.ROLLOUT: images.rollout,
             Role.FILES: images.rollout,
+            Role.MLFLOW: images.rollout,
             Role.TOOLS: images.tools,
             Role.JUDGE: images.judge,
         }
@@ -202,7 +205,7 @@ def all_settings(inputs: Given) -> dict[str, str]:
         if component.settings is not None:
             files[f"{component.role}.json"] = component.settings.model_dump_json(indent=2)
     for role in inputs.roles:
-        if role is not Role.JUDGE:
+        if role not in UNPREPARED:
             files[f"prepare-{role}.json"] = preparation(inputs.job, role).model_dump_json(indent=2)
     return files
 
@@ -226,6 +229,8 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
         return PrepareSettings(packages=AGENT_PACKAGES, packages_target=PACKAGES)
     if role is Role.FILES:
         return PrepareSettings(files=file_sources(spec), fetches=True)
+    if role is Role.MLFLOW:
+        return PrepareSettings()
     return PrepareSettings(
         model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
@@ -252,6 +257,8 @@ def _queued(inputs: Given) -> dict[str, str]:
 
 
 def _of_role(inputs: Given, role: Role) -> Iterator[Object]:
+    if role is Role.MLFLOW:
+        return  # nobody calls it
     name = workload(inputs.name, role)
     several = replicas(inputs.job.spec, {})[role] > 1
     yield _object(inputs, "v1", "Service", name, spec=network.service(inputs.name, role, sticky=several))
@@ -294,6 +301,7 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
         pods = with_environment(pods, environment, inputs.cluster)
     if role in {Role.FILES, Role.TOOLS} and inputs.job.spec.data.files:
         pods = with_files(pods, inputs.name, role)
+    pods = with_tracking(pods, role, inputs.job.spec)
     if inputs.identity is not None and uses_storage(inputs.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
         pods = with_identity(pods, inputs.identity, users)
@@ -305,7 +313,7 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(inputs.name, role), "podManagementPolicy": "Parallel"}
-    spec |= claims(inputs.job.spec, role, inputs.cluster)
+    spec |= claims(inputs.job.spec, role, inputs.cluster) | strategy(role)
     return spec
 
 
@@ -325,7 +333,7 @@ def _replicas(inputs: Given, role: Role) -> Object:
     if inputs.parked:
         return {"replicas": 0}
     moved = role is Role.INFERENCE and engines_moved(inputs.job.spec)
-    return {} if moved else {"replicas": replicas(inputs.job.spec, {})[role]}
+    return {} if moved else {"replicas": replicas(inputs.job.spec, {}).get(role, 1)}
 
 
 def _annotations(inputs: Given, role: Role, files: Mapping[str, str]) -> dict[str, str]:
@@ -333,7 +341,7 @@ def _annotations(inputs: Given, role: Role, files: Mapping[str, str]) -> dict[st
     learner.
     """
     annotations = {SETTINGS_DIGEST: checksum(files), RESTARTS: str(inputs.restarts)}
-    if role is not Role.AGENT:  # its pods hold no credential
+    if role not in {Role.AGENT, Role.MLFLOW}:  # their pods hold no credential of the job
         annotations[CREDENTIALS_DIGEST] = checksum(inputs.secrets)
     return {**annotations, ATTEMPTS: str(inputs.attempts)} if role is Role.LEARNER else annotations
 

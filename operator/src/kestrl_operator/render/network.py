@@ -14,12 +14,15 @@ from kestrl._shared.plan.judges import judge_servers, uses_own_engines
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.servers import METADATA, RemoteServer
 from kestrl._shared.plan.tools import sandbox_claim, tool_servers
+from kestrl._shared.plan.tracking import tracking_servers
 from kestrl._shared.spec import JobSpec
 from kestrl.errors import UserInputError
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
 
 Object = dict[str, Any]
-ROLES = (Role.INFERENCE, Role.FILES, Role.TOOLS, Role.JUDGE, Role.AGENT, Role.ROLLOUT, Role.RANKS, Role.LEARNER)
+ROLES = (
+    Role.INFERENCE, Role.FILES, Role.TOOLS, Role.JUDGE, Role.AGENT, Role.MLFLOW, Role.ROLLOUT, Role.RANKS, Role.LEARNER,
+)  # fmt: skip
 """Roles with pods of their own in any job."""
 BY_POD = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT})
 """Roles addressed pod by pod, through a headless Service."""
@@ -30,11 +33,12 @@ CALLERS: dict[Role, tuple[Role, ...]] = {
     Role.JUDGE: (Role.ROLLOUT,),
     Role.ROLLOUT: (Role.LEARNER,),
     Role.AGENT: (Role.ROLLOUT,),
+    Role.MLFLOW: (),
     Role.LEARNER: (),
     Role.RANKS: (),
 }
 """Callers of each role. The operator, which calls the learner for its progress, is allowed by its own label."""
-EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT, Role.FILES})
+EGRESS_ROLES = frozenset({Role.INFERENCE, Role.LEARNER, Role.RANKS, Role.ROLLOUT, Role.FILES, Role.MLFLOW})
 """Roles that may resolve names and leave the cluster: for object storage, models, adapters and checkpoints. Tools may
 not: a DNS query can leak a secret like any other message."""
 SANDBOX_LABEL = "kestrl.dev/sandbox"
@@ -48,6 +52,7 @@ def roles_of(spec: JobSpec) -> tuple[Role, ...]:
         *(() if has_rank_pods(spec) else (Role.RANKS,)),
         *(() if pods_image(spec) is not None else (Role.AGENT,)),
         *(() if spec.data.files else (Role.FILES,)),
+        *(() if spec.telemetry.mlflow is not None else (Role.MLFLOW,)),
     }
     return tuple(role for role in ROLES if role not in absent)
 
@@ -113,6 +118,7 @@ def policies(
         ],
         Role.ROLLOUT: [*_servers(agent_servers(spec.agent), far_ports)],
         Role.AGENT: [*_gateway_egress(job)],
+        Role.MLFLOW: [*_servers(tracking_servers(spec), far_ports)],
     }
     roles = roles_of(spec)
     for role in roles:
@@ -242,7 +248,7 @@ def _ports(role: Role) -> list[Object]:
 
 def _ingress(job: str, role: Role, callers: tuple[Role, ...]) -> list[Object]:
     metrics: Object = {"ports": [{"port": METRICS_PORT, "protocol": "TCP"}]}
-    rules = [] if role in {Role.AGENT, Role.FILES} else [metrics]
+    rules = [] if role in {Role.AGENT, Role.FILES, Role.MLFLOW} else [metrics]
     sources = [_pods(job, caller) for caller in callers]
     if role is Role.LEARNER:
         sources.append({"namespaceSelector": {}, "podSelector": {"matchLabels": OPERATOR}})

@@ -45,8 +45,9 @@ USER_SECRETS = "/kestrl-secrets/user"
 """Folder of the entries of the user's Secrets that a container needs."""
 DEVICE_ROLES = (Role.INFERENCE, Role.LEARNER, Role.RANKS)
 """Roles whose pods may have devices."""
-STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE})
+STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE, Role.MLFLOW})
 """Roles whose programs read and write object storage. A tool never gets its credentials."""
+UNPREPARED = frozenset({Role.JUDGE, Role.MLFLOW})  # neither model nor data is in their pods
 
 
 def pod_security(profile: Profile) -> Object:
@@ -262,7 +263,8 @@ def device_mounts(profile: Profile) -> list[Object]:
 def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> list[Object]:
     """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
     files = [{"key": file, "path": file} for file in (f"{role}.json", f"prepare-{role}.json")]
-    readable: Object = {"items": files} if role is Role.AGENT else {}  # not what others of the job are configured with
+    visible_files = {Role.AGENT: files, Role.MLFLOW: files[:1]}  # not what others of the job are configured with
+    readable: Object = {"items": visible_files[role]} if role in visible_files else {}
     pod_volumes: list[Object] = [
         {"name": "settings", "configMap": {"name": settings_map(job), **readable}},
         {"name": "home", "emptyDir": {}},
@@ -338,7 +340,7 @@ def template(
     grace: int,
 ) -> Object:
     """The pod template of a role. It changes only with what its pods read, so that nothing else rolls them."""
-    prepares = role is not Role.JUDGE
+    prepares = role not in UNPREPARED
     spec: Object = {
         "serviceAccountName": CLAIMS_ACCOUNT if claims_sandboxes else account(job),
         "automountServiceAccountToken": claims_sandboxes,

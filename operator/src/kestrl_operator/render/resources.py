@@ -23,6 +23,7 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "files": {"cpu": "10m", "memory": "32Mi"},
     "environment": {"cpu": "50m", "memory": "256Mi"},
     "judge": {"cpu": "50m", "memory": "128Mi"},
+    "mlflow": {"cpu": "10m", "memory": "256Mi"},
     "learner": {"cpu": "100m", "memory": "512Mi"},
     PREPARE: {"cpu": "50m", "memory": "128Mi"},
 }

@@ -9,9 +9,9 @@ from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import DRAIN_MODULE, engine_stop_seconds
 from kestrl._shared.spec.job import JobSpec
 
-GRACE_SECONDS = {Role.ROLLOUT: 90, Role.AGENT: 90}
-"""Seconds between SIGTERM and SIGKILL, longer than a drain takes; 30 for the others, Kubernetes' default. A job says
-how long its learner has, and by the deadline of a turn how long its engines have."""
+GRACE_SECONDS = {Role.ROLLOUT: 90, Role.AGENT: 90, Role.MLFLOW: 90}
+"""Seconds between SIGTERM and SIGKILL, longer than a drain takes, or sending the rest of a run; 30 for the others,
+Kubernetes' default. A job says how long its learner has, and by the deadline of a turn how long its engines have."""
 
 
 def grace_seconds(spec: JobSpec, role: Role) -> int:

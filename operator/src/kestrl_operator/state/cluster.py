@@ -138,7 +138,7 @@ class ApiServer(_Values):
 
 
 ContainerName = Literal[
-    "engine", "inference", "rollout", "agent", "tools", "files", "environment", "judge", "learner", "prepare"
+    "engine", "inference", "rollout", "agent", "tools", "files", "environment", "judge", "mlflow", "learner", "prepare"
 ]
 """Containers of a job's pods; those of an SFTJob are `learner` and `prepare`."""
 
@@ -245,7 +245,7 @@ def engines_moved(spec: JobSpec) -> bool:
 
 
 def replicas(spec: JobSpec, workloads: Mapping[Role, Workload]) -> Mapping[Role, int]:
-    """Pods of a running job by role. Engines run in the pods of their agents.
+    """Pods that a running job needs, by role. Engines run in the pods of their agents.
 
     Args:
         spec: The job.

@@ -225,6 +225,9 @@ class Snapshot:
     status: Object = field(default_factory=dict[str, Any])
     """The current status of the job."""
     pods: Sequence[Pod] = ()
+    followers: Sequence[Pod] = ()
+    """Pods that send the run to an experiment tracker. The job needs none of them: no decision about it looks at
+    them."""
     workloads: Mapping[Role, Workload] = field(default_factory=dict[Role, Workload])
     last_report: LearnerReport | None = None
     unreachable: str = ""

@@ -27,6 +27,7 @@ class Type(StrEnum):
     REWARD_HEALTHY = "RewardHealthy"
     TOOLS_HEALTHY = "ToolsHealthy"
     LEARNED = "Learned"
+    TRACKED = "Tracked"
     SUSPENDED = "Suspended"
     READY = "Ready"
     SUCCEEDED = "Succeeded"
@@ -141,6 +142,14 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "NoRewardSpread": "All rewards of every group were equal.",
         "ZeroGradient": "Rewards differed, and the gradient was 0.",
         "WeightsUnchanged": "The updates were too small to change any weight.",
+    },
+    Type.TRACKED: {
+        "Sending": "The MLflow server of `telemetry.mlflow` has received what is stored.",
+        "Starting": "The pod that sends the run starts.",
+        "Failing": (
+            "The server does not answer or refuses, or the pod cannot start; the message says why. The run goes on, "
+            "and what was not sent is sent later. After the end of the job it stays as it was last observed."
+        ),
     },
     Type.SUSPENDED: {
         "Running": "It is not suspended.",

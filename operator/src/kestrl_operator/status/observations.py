@@ -22,7 +22,7 @@ from kestrl_operator.status.conditions import (
     Type,
 )
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
-from kestrl_operator.status.pods import ROLLING, downloading, pod_problem
+from kestrl_operator.status.pods import ROLLING, downloading, pod_problem, tracked
 from kestrl_operator.status.summary import distance, summed_up
 from kestrl_operator.status.waiting import stuck
 
@@ -49,6 +49,7 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
         *_checkpoint(snapshot.live_report),
         *_reward(snapshot.live_report),
         *_learned(snapshot.live_report),
+        *tracked(snapshot, parked=decision.parked),
         _success(snapshot, decision),
     ]
     yield from observations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import JobSpec
 from kestrl._shared.spec.scalars import format_duration
-from kestrl_operator.state.snapshot import OUT_OF_MEMORY, Pod
+from kestrl_operator.state.snapshot import OUT_OF_MEMORY, Pod, Snapshot
+from kestrl_operator.status.conditions import NOT_OBSERVED, ConditionStatus, Observation, Type
 
 ROLLING = (Role.FILES, Role.ROLLOUT, Role.AGENT, Role.TOOLS, Role.JUDGE)
 """Roles without which no episode ends."""
@@ -54,3 +55,27 @@ def downloading(pods: Sequence[Pod], spec: JobSpec) -> str:
     many = f"{len(spec.data.files)} file{'s' * (len(spec.data.files) > 1)} of spec.data.files"
     where = f"; `kubectl logs {pods[0].name} -c prepare` says how far it is" if pods else ""
     return f"{many} of up to {spec.data.files_gib} GiB are downloaded within {limit}{where}"
+
+
+def tracked(snapshot: Snapshot, *, parked: bool) -> Iterator[Observation]:
+    """Whether the job's MLflow server has received the run.
+
+    Args:
+        snapshot: The snapshot of the job.
+        parked: Whether no pod is to run. What failed until then stays as it was observed: it was not sent.
+    """
+    tracking = None if snapshot.job is None else snapshot.job.spec.telemetry.mlflow
+    kind, followers = Type.TRACKED, [pod for pod in snapshot.followers if not pod.over and not pod.deleting]
+    if tracking is None or parked:
+        message = "the job names no MLflow server" if tracking is None else "no pod is to send the run"
+        if tracking is None or snapshot.condition(kind)[1] != "Failing":
+            yield Observation(type=kind, status=ConditionStatus.UNKNOWN, reason=NOT_OBSERVED, message=message)
+        return
+    problem = pod_problem(followers, snapshot.lost_nodes)
+    if any(pod.ready for pod in followers):
+        yield Observation(type=kind, status=ConditionStatus.TRUE, reason="Sending", message=f"to {tracking.uri}")
+    elif problem is not None:
+        yield Observation(type=kind, status=ConditionStatus.FALSE, reason="Failing", message=problem.message)
+    else:
+        unscheduled = next((pod.unscheduled for pod in followers if pod.unscheduled), "")
+        yield Observation(type=kind, status=ConditionStatus.FALSE, reason="Starting", message=unscheduled)

@@ -12,7 +12,7 @@ LONGEST_LINE = 160
 ORDER = (
     Type.ACCEPTED, Type.QUOTA_RESERVED, Type.SCHEDULED, Type.LEARNER_PROGRESSING, Type.ENGINES_READY,
     Type.ROLLOUTS_FLOWING, Type.POLICY_CONVERGED, Type.CHECKPOINT_DURABLE, Type.TOOLS_HEALTHY, Type.REWARD_HEALTHY,
-    Type.LEARNED,
+    Type.LEARNED, Type.TRACKED,
 )  # fmt: skip
 """Conditions that are looked at, causes before their effects."""
 ABSENT = frozenset({"None"})

@@ -83,9 +83,9 @@ class Follower:
         """
         failures, reported = 0, ""
         while True:
-            live = follow and self._live()
+            live = follow and self.live
             try:
-                self._send_new(live=live)
+                self.send_new(live=live)
             except (TargetUnavailable, StorageUnavailable) as error:
                 if not live:
                     raise
@@ -102,11 +102,13 @@ class Follower:
                 return self.sent
             time.sleep(POLL_SECONDS)
 
-    def _live(self) -> bool:
+    @property
+    def live(self) -> bool:
         """Whether more may come; at an address, until there is a result."""
         return self._place.live and (self._place.run is not None or not self._place.store.exists(SUMMARY))
 
-    def _send_new(self, *, live: bool) -> None:
+    def send_new(self, *, live: bool) -> None:
+        """Sends everything that was not sent, as `push` does; `live` says whether more may come."""
         store = self._place.store
         # The result is read first: what was stored before it is sent before it.
         summary = read_summary(store)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kestrl._shared.credentials import Secret, held_by
-from kestrl._shared.plan.settings.common import ServiceSettings
+from kestrl._shared.plan.settings.common import SettingsModel
 
 
 class Role(StrEnum):
@@ -25,6 +25,8 @@ class Role(StrEnum):
     FILES = "files"
     """What fetches the files that tools read, on a cluster."""
     JUDGE = "judge"
+    MLFLOW = "mlflow"
+    """What sends the run to MLflow, on a cluster."""
     LEARNER = "learner"
     RANKS = "ranks"
     """Ranks of the learner in pods of their own, on a cluster."""
@@ -82,7 +84,7 @@ class Component:
     """Interpreter that runs it; None for that of the program, or of its image."""
     args: tuple[str, ...] = ()
     """Arguments in addition to `--settings`."""
-    settings: ServiceSettings | None = None
+    settings: SettingsModel | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     env_defaults: Mapping[str, str] = field(default_factory=lambda: TORCH_DEFAULTS)
     """Defaults of variables; values in the user's environment take precedence."""

@@ -36,6 +36,7 @@ from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.plan.site import Site
 from kestrl._shared.plan.tools import file_holders, tool_entries, with_tool_secrets
+from kestrl._shared.plan.tracking import followers
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl._shared.spec.job import AgentRLJob, DataSet, JobSpec
 from kestrl.episode.deadlines import RolloutDeadlines
@@ -64,6 +65,7 @@ def plan(job: AgentRLJob, site: Site) -> tuple[Component, ...]:
         *(_rollout(job, site, index) for index in range(workers)),
         *agent_pods(job, site),
         *file_holders(spec, site),
+        *followers(job, site),
         *([_ranks(job, site)] if has_rank_pods(job.spec) and site.ranks_port is not None else ()),
         _learner(job, site),
     )

@@ -287,8 +287,7 @@ class Telemetry(Model):
     sinks: Annotated[list[MetricSinkSpec], Field(max_length=8)] = []
     """Metric sinks, beside the files under `metrics/` and OpenTelemetry."""
     mlflow: MLflowTracking | None = None
-    """MLflow server that receives the run and a trace of each episode. A server that is down stops no run. Only by
-    `kestrl run`: refused on a cluster."""
+    """MLflow server that receives the run and a trace of each episode. A server that is down stops no run."""
 
 
 class FailureRule(Model):

@@ -32,7 +32,7 @@ class Condition(Model):
 
 Conditions = Annotated[
     list[Condition],
-    Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
+    Field(max_length=24, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
 ]
 
 

@@ -26,6 +26,7 @@ from kestrl._app.local.rundir import RunDir
 from kestrl._app.push.beside import MLflowFollower
 from kestrl._app.push.mlflow.server import serving_mlflow
 from kestrl._app.push.mlflow.spans import trace_id
+from kestrl._shared.plan.settings.tracking import TrackingSettings
 from kestrl._shared.spec.job import MLflowTracking
 from kestrl.runstate.states import RunPhase
 
@@ -225,6 +226,33 @@ async def test_a_run_is_sent_while_it_goes_on_and_its_result_when_it_has_ended(t
     last, problem = reports[-1]  # a part that was interrupted before it was noted is sent again
     assert re.fullmatch(rf"sent [24] episodes in [34] parts: everything is at {re.escape(server.uri)}", last), last
     assert not problem
+
+
+def test_a_pod_beside_a_run_sends_it_and_at_its_end_the_rest(tmp_path: Path, server: Server) -> None:
+    folder = make_run(tmp_path / "runs" / "job-3")
+    store_step(folder, 1, [make_group("g1")], {"reward": 0.25})
+    ready, path = tmp_path / "ready", tmp_path / "settings.json"
+    sent = TrackingSettings(
+        job="job", run="job-3", storage=folder.as_uri(), settings={"model": {"base": "demo://tiny"}}, uri=server.uri,
+        experiment="pod", sample=1.0, ready_file=str(ready),
+    )  # fmt: skip
+    path.write_text(sent.model_dump_json())
+    program = [sys.executable, "-m", "kestrl._app.push.pod", "--settings", str(path)]
+    with subprocess.Popen(program, env=dict(os.environ), stderr=subprocess.PIPE) as process:
+        while not ready.exists():
+            assert process.poll() is None
+            time.sleep(0.05)  # a file has no event
+        assert sorted(server.traces("pod")) == ["g1/0", "g1/1"]
+        (known,) = server.runs("pod")
+        assert known["info"]["status"] == "RUNNING"
+        assert {"key": "model.base", "value": "demo://tiny"} in known["data"]["params"]
+        store_step(folder, 2, [make_group("g2")], {"reward": 0.5})
+        store_summary(folder, RunPhase.SUCCEEDED, steps=2)
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=120)[1]
+    assert (process.returncode, errors) == (0, b"")
+    assert [known["info"]["status"] for known in server.runs("pod")] == ["FINISHED"]
+    assert sorted(server.traces("pod")) == ["g1/0", "g1/1", "g2/0", "g2/1"]
 
 
 def _traces_of(server: Server, experiment: str) -> set[str]:

@@ -90,6 +90,26 @@ async def test_what_the_operator_writes_causes_no_other_pass(stage: Stage, monke
         assert on.running.operator._workers.passes["ok"] == passes + 3
 
 
+async def test_a_job_trains_on_while_its_mlflow_server_is_away(stage: Stage) -> None:
+    server = "http://mlflow.tracking.svc:8080"
+    policy = {"rules": [{"reason": "*", "action": "Fail"}]}
+    async with scene(stage, report("training", 9), {"telemetry": {"mlflow": {"uri": server}}, "failurePolicy": policy}):
+        await stage.until(lambda: stage.condition("Tracked") == ("True", "Sending", f"to {server}"), "it sends")
+        (follower,) = stage.pods("mlflow")
+        crashed = Controllers(stage.cluster).crashed
+        crashed(
+            follower,
+            f"waiting\nerror: [infrastructure/push_unavailable] MLflow at {server} does not answer",
+            restarts=3,
+        )
+        await stage.until(lambda: stage.condition("Tracked")[1] == "Failing", "it is reported")
+        assert f"MLflow at {server} does not answer (restarted 3 times)" in stage.condition("Tracked")[2]
+        await stage.settled()
+        assert stage.phase() == "Running"
+        assert stage.condition("Ready")[:2] == ("True", "Training")
+        assert [event["note"] for event in stage.events("Failing")] == [stage.condition("Tracked")[2]]
+
+
 async def test_the_last_numbers_are_written_without_another_report(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

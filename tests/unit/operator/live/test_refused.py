@@ -59,11 +59,13 @@ async def test_an_environment_without_an_image_is_refused_by_its_field(stage: St
     assert stage.children() == []
 
 
-async def test_mlflow_of_a_run_on_one_machine_is_refused_by_its_field(stage: Stage) -> None:
+async def test_a_database_of_one_machine_is_refused_by_its_field(stage: Stage) -> None:
     await stage.operator()
-    stage.job(telemetry={"mlflow": {"uri": "http://mlflow:5000"}})
+    stage.job(telemetry={"mlflow": {"uri": "sqlite:///mlflow.db"}})
     await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
-    assert "spec.telemetry.mlflow: is for `kestrl run`" in stage.condition("Accepted")[2]
+    assert (
+        "spec.telemetry.mlflow.uri: sqlite:///mlflow.db is a database of one machine" in stage.condition("Accepted")[2]
+    )
     assert stage.children() == []
 
 

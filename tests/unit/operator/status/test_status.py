@@ -61,6 +61,7 @@ NO_MODEL = ended("prepare", code=2, message="spec.model.base: pvc://models/qwen 
 NOT_LOADED = ended("agent", code=2, message="error: agent.run: mine:agent cannot be imported")
 NO_STORE = ended("prepare", message="[infrastructure/storage_failed] s3://bucket: connection refused")
 NO_OBJECT = ended("prepare", message="[infrastructure/not_found] s3://bucket/qwen holds no objects")
+TRACKED = job("telemetry.mlflow={uri: 'http://mlflow'}")
 Expected = dict[str, tuple[str, ...]]
 
 
@@ -739,6 +740,24 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         },
         "Running",
         {"ToolsHealthy": ("True", "Calling", "1.50 calls per episode; code in bwrap, isolates by x")},
+    ),
+    (
+        "its MLflow server has what is stored",
+        {"job": TRACKED, "followers": [pod(Role.MLFLOW)]},
+        "Running",
+        {"Tracked": ("True", "Sending", "to http://mlflow")},
+    ),
+    (
+        "the pod that sends it to MLflow starts",
+        {"job": TRACKED, "followers": [pod(Role.MLFLOW, ready=False)]},
+        "Running",
+        {"Tracked": ("False", "Starting"), "Ready": ("True", "Training")},
+    ),
+    (
+        "its MLflow server is away",
+        {"job": TRACKED, "followers": [pod(Role.MLFLOW, ready=False, ended=(ended("mlflow", message="it is away"),))]},
+        "Running",
+        {"Tracked": ("False", "Failing"), "Ready": ("True", "Training")},
     ),
     (
         "it has no tools",

@@ -145,9 +145,9 @@ def test_each_service_has_one_caller_and_every_role_is_known() -> None:
     assert {callee for _, callee in CALLS.values()} == set(SERVICES)
     for role in SERVICES:
         assert len(checked_by(role)) == 1
-    # Ranks of the learner and the pod with files serve no call and make none; an agent's pods have the keys of episodes
-    # alone.
-    without = {Role.RANKS, Role.AGENT, Role.FILES}
+    # Ranks of the learner, the pod with files and what sends a run to MLflow serve no call and make none; an agent's
+    # pods have the keys of episodes alone.
+    without = {Role.RANKS, Role.AGENT, Role.FILES, Role.MLFLOW}
     assert {holder for holders in HOLDERS.values() for holder in holders} == {*Role, "controller"} - without
     assert all(held_by(role) == () for role in without)
 

@@ -17,7 +17,17 @@ from benchmarks.report import Row, main
 
 from kestrl._shared.plan.settings.judge import JudgeSettings, RewardEntry
 from kestrl.api.judge.v1 import judge_pb2 as pb
-from kestrl.episode import CallOutcome, Episode, Group, PolicyVersion, Scenario, StopReason, ToolCall, Turn
+from kestrl.episode import (
+    ENVIRONMENT_REWARD,
+    CallOutcome,
+    Episode,
+    Group,
+    PolicyVersion,
+    Scenario,
+    StopReason,
+    ToolCall,
+    Turn,
+)
 from kestrl.episode import Row as TokenRow
 from kestrl.episode.codec import group_to_proto
 from kestrl_judge.process import ProcessParameters, RewardProcess
@@ -28,6 +38,7 @@ EPISODES, TOKENS, TURNS = 8, 8_000, 10
 GROUPS, ROUNDS = 20, 5
 RULES = ("loop_reward", "format", "environment_reward")
 SECONDS = 60.0
+ScoreGroup = Callable[[], Awaitable[object]]
 
 
 def episode(index: int) -> Episode:
@@ -66,7 +77,7 @@ def episode(index: int) -> Episode:
         started_at=0.0,
         seconds=1.0,
         loop_reward=1.0,
-        environments={"environment": {"reward": 1.0}},
+        environments={"environment": {ENVIRONMENT_REWARD: 1.0}},
     )
 
 
@@ -94,39 +105,36 @@ def single_requests(group: bytes) -> list[bytes]:
     return requests
 
 
-async def cpu_milliseconds(score_group: Callable[[], Awaitable[object]], groups: int, rounds: int) -> float:
-    """CPU of this process for a group, the least of several rounds."""
-    await score_group()
-    least = float("inf")
-    for _ in range(rounds):
-        began = time.process_time()
-        for _ in range(groups):
-            await score_group()
-        least = min(least, (time.process_time() - began) / groups)
-    return least * 1000
+async def cpu_milliseconds(score_group: ScoreGroup, groups: int) -> float:
+    """CPU of this process for a group."""
+    began = time.process_time()
+    for _ in range(groups):
+        await score_group()
+    return (time.process_time() - began) / groups * 1000
 
 
-async def passing_on(rules: Sequence[str], group: bytes, groups: int, rounds: int) -> float:
+async def passing_on(rules: Sequence[str], group: bytes, stack: AsyncExitStack) -> ScoreGroup:
+    """Writes requests that were encoded before to reward processes, and reads the answers."""
     requests = single_requests(group)
-    async with AsyncExitStack() as stack:
-        processes: list[RewardProcess] = []
-        for rule in rules:
-            parameters = ProcessParameters(name=rule, rule=rule, field="rewards", python_path=(), config={})
-            process = await RewardProcess.start(parameters)
-            stack.push_async_callback(process.kill)
-            processes.append(process)
+    processes: list[RewardProcess] = []
+    for rule in rules:
+        parameters = ProcessParameters(name=rule, rule=rule, field="rewards", python_path=(), config={})
+        process = await RewardProcess.start(parameters)
+        stack.push_async_callback(process.kill)
+        processes.append(process)
 
-        async def ask(process: RewardProcess) -> None:
-            for request in requests:
-                await process.ask(request, seconds=SECONDS)
+    async def ask(process: RewardProcess) -> None:
+        for request in requests:
+            await process.ask([request], seconds=SECONDS)
 
-        async def ask_all() -> None:
-            await asyncio.gather(*map(ask, processes))
+    async def ask_all() -> None:
+        await asyncio.gather(*map(ask, processes))
 
-        return await cpu_milliseconds(ask_all, groups, rounds)
+    return ask_all
 
 
-async def judging(rules: Sequence[str], group: bytes, groups: int, rounds: int) -> float:
+async def judging(rules: Sequence[str], group: bytes, stack: AsyncExitStack) -> ScoreGroup:
+    """Scores the group as the judge does, from the received bytes to its answer."""
     settings = JudgeSettings(
         component="judge-0",
         job="job",
@@ -136,28 +144,38 @@ async def judging(rules: Sequence[str], group: bytes, groups: int, rounds: int) 
         processes=1,
     )
     scorers = rule_scorers(settings)
+    for scorer in scorers:
+        await scorer.open()
+        stack.push_async_callback(scorer.close)
+    servicer = JudgeServicer("judge-0", scorers)
+
+    async def score() -> None:
+        response = await servicer.ScoreGroup(pb.ScoreGroupRequest.FromString(group), None)
+        assert all(scored.HasField("reward") for scored in response.scores), response.scores[0].failure
+
+    return score
+
+
+async def compared(rules: Sequence[str], group: bytes, groups: int, rounds: int) -> tuple[float, float]:
+    """CPU of a group in the judge and of passing its bytes on: the least of rounds that alternate."""
     async with AsyncExitStack() as stack:
-        for scorer in scorers:
-            await scorer.open()
-            stack.push_async_callback(scorer.close)
-        servicer = JudgeServicer("judge-0", scorers)
-
-        async def score() -> None:
-            response = await servicer.ScoreGroup(pb.ScoreGroupRequest.FromString(group), None)
-            assert all(scored.HasField("reward") for scored in response.scores), response.scores[0].failure
-
-        return await cpu_milliseconds(score, groups, rounds)
+        stages = [await judging(rules, group, stack), await passing_on(rules, group, stack)]
+        for stage in stages:
+            await stage()
+        measured = [[await cpu_milliseconds(stage, groups) for stage in stages] for _ in range(rounds)]
+    judge, reference = map(min, zip(*measured, strict=True))
+    return judge, reference
 
 
 def measure(groups: int = GROUPS, rounds: int = ROUNDS) -> Iterator[Row]:
     group = encoded_group()
     for count in (1, len(RULES)):
-        rules = RULES[:count]
+        judge, reference = asyncio.run(compared(RULES[:count], group, groups, rounds))
         yield Row(
             name=f"judge, group of {EPISODES} x {TOKENS} tokens, {count} rule{'s' if count > 1 else ''}",
-            value=asyncio.run(judging(rules, group, groups, rounds)),
+            value=judge,
             unit="ms CPU",
-            reference=asyncio.run(passing_on(rules, group, groups, rounds)),
+            reference=reference,
             against="passing the bytes on",
         )
 

@@ -11,6 +11,9 @@ from kestrl.api.judge.v1 import judge_pb2 as pb
 from kestrl.episode import Group
 from kestrl.episode.codec import episode_from_proto, group_from_proto
 
+LENGTH_DELIMITED = 2
+"""Wire type of protobuf for messages, texts and bytes."""
+
 
 class EncodedGroup:
     """The episodes of a group that are to be scored.
@@ -23,7 +26,7 @@ class EncodedGroup:
     def __init__(self, message: common.Group, episodes: Sequence[common.Episode] | None = None) -> None:
         self._message = message
         self.episodes: Sequence[common.Episode] = message.episodes if episodes is None else episodes
-        self._requests: dict[str, bytes] = {}
+        self._requests: dict[str, Sequence[bytes]] = {}
 
     @property
     def id(self) -> str:
@@ -42,18 +45,22 @@ class EncodedGroup:
         )
         return replace(group_from_proto(header), episodes=[episode_from_proto(episode) for episode in self.episodes])
 
-    def request(self, episode: common.Episode) -> bytes:
-        """A `ScoreGroupRequest` with this episode alone, shared by all rules.
+    def request(self, episode: common.Episode) -> Sequence[bytes]:
+        """A `ScoreGroupRequest` with this episode alone, in parts, which all rules share. Further fields may follow.
 
-        Further fields are appended: protobuf reads encoded messages that follow each other as one.
+        Written by hand in the wire format of protobuf, and not joined here: each copy of an episode takes as long as to
+        encode it.
         """
         if episode.id not in self._requests:
-            request = pb.ScoreGroupRequest()
-            request.group.id = self._message.id
-            request.group.scenario.CopyFrom(self._message.scenario)
-            request.group.episodes.append(episode)
-            self._requests[episode.id] = request.SerializeToString()
+            encoded = episode.SerializeToString()
+            group = self._header + _opening(common.Group.EPISODES_FIELD_NUMBER, len(encoded))
+            opening = _opening(pb.ScoreGroupRequest.GROUP_FIELD_NUMBER, len(group) + len(encoded))
+            self._requests[episode.id] = (opening + group, encoded)
         return self._requests[episode.id]
+
+    @cached_property
+    def _header(self) -> bytes:
+        return common.Group(id=self._message.id, scenario=self._message.scenario).SerializeToString()
 
     def without_failures(self) -> EncodedGroup:
         """The episodes that did not fail."""
@@ -68,3 +75,17 @@ class EncodedGroup:
         group = EncodedGroup(self._message, episodes)
         group._requests = self._requests
         return group
+
+
+def _opening(number: int, length: int) -> bytes:
+    """What stands before a message that is a field of another one."""
+    return _varint(number << 3 | LENGTH_DELIMITED) + _varint(length)
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)

@@ -106,8 +106,12 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.process.pid
 
-    async def ask(self, request: bytes, *, seconds: float) -> pb.EpisodeScore:
+    async def ask(self, request: Sequence[bytes], *, seconds: float) -> pb.EpisodeScore:
         """Scores one episode.
+
+        Args:
+            request: A `ScoreGroupRequest`, encoded, in parts.
+            seconds: Time limit.
 
         Raises:
             Late: It took longer than `seconds`. The process must be killed then.
@@ -115,7 +119,7 @@ class RewardProcess:
         """
         try:
             async with asyncio.timeout(seconds):
-                await frames.write(self._writer, request)
+                await frames.write(self._writer, *request)
                 return pb.EpisodeScore.FromString(await frames.read(self._reader))
         except TimeoutError as error:
             raise Late(

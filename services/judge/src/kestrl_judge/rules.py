@@ -33,7 +33,8 @@ BACKOFF = (0.1, 0.5, 2.0, 5.0)
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    request: bytes
+    request: Sequence[bytes]
+    """In parts."""
     verdict: asyncio.Future[Verdict | Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -108,12 +109,12 @@ class RuleScorer:
         )
 
     async def _verdict(
-        self, episode_request: bytes, max_turns: int, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
+        self, episode_request: Sequence[bytes], max_turns: int, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
     ) -> Verdict:
         """Scores one episode; if the function asks about an answer, again with the judge's verdict."""
         added_fields = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)
         for _ in range(MOST_CLAIMS + 1):
-            job = _Job(episode_request + added_fields.SerializeToString())
+            job = _Job((*episode_request, added_fields.SerializeToString()))
             await self._jobs.put(job)
             if self._closed:  # since this waited for a place
                 _settle(job, JudgeStopped(self.name).failure())

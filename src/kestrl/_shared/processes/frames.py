@@ -27,9 +27,13 @@ def framed(body: bytes) -> bytes:
     Raises:
         FrameTooLong: The body is longer than a header can say.
     """
-    if len(body) >= 1 << 32:
-        raise FrameTooLong(f"a message of {len(body)} bytes; a frame holds fewer than {1 << 32}")
-    return HEADER.pack(len(body)) + body
+    return _header(len(body)) + body
+
+
+def _header(length: int) -> bytes:
+    if length >= 1 << 32:
+        raise FrameTooLong(f"a message of {length} bytes; a frame holds fewer than {1 << 32}")
+    return HEADER.pack(length)
 
 
 def _length(header: bytes, limit: int) -> int:
@@ -49,9 +53,11 @@ async def read(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
     return await reader.readexactly(_length(await reader.readexactly(HEADER.size), limit))
 
 
-async def write(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Sends a frame; raises ConnectionError if the connection is closed."""
-    writer.write(framed(body))
+async def write(writer: asyncio.StreamWriter, *parts: bytes) -> None:
+    """Sends a frame whose body is given in parts, which are copied once; raises ConnectionError if the connection is
+    closed.
+    """
+    writer.writelines((_header(sum(map(len, parts))), *parts))
     await writer.drain()
 
 

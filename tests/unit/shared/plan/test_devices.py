@@ -70,6 +70,11 @@ def test_devices_of_different_profiles_are_never_shared() -> None:
             ["0"],
             r"1 for 1 engine and 2 for the learner, .*; lower spec.learner.accelerator.count$",
         ),
+        (
+            ("learner.accelerator.count=3",),
+            ["0", "1"],
+            r"2 for 2 engines and 3 for the learner, .*; lower spec.learner.accelerator.count$",
+        ),
     ],
 )
 def test_a_shortage_names_what_to_lower(overrides: tuple[str, ...], devices: list[str], message: str) -> None:

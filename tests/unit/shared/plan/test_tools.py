@@ -8,7 +8,15 @@ from tests.unit.shared.plan.test_plan import SITE, job_with
 from kestrl._shared.plan.agents import outside_line
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.environments import environment_requirements, environment_servers, offers_tools
-from kestrl._shared.plan.judges import correctness_of, judge_keys, judge_servers, ruler_of, uses_own_engines
+from kestrl._shared.plan.judges import (
+    correctness_entry,
+    correctness_of,
+    judge_keys,
+    judge_servers,
+    ruler_entry,
+    ruler_of,
+    uses_own_engines,
+)
 from kestrl._shared.plan.servers import is_cluster_name, server_at
 from kestrl._shared.plan.tools import (
     file_holders,
@@ -115,6 +123,11 @@ def test_judges_are_found_wherever_they_stand_with_keys_and_servers() -> None:
         ("second.example", 443),
         ("judge.example", 443),
     ]
+    ruler, correctness = ruler_entry(spec, ()), correctness_entry(spec, ())
+    assert ruler is not None
+    assert correctness is not None
+    assert [judge.key_variable for judge in ruler.judges] == [None, "KESTRL_JUDGE_KEY_1"]
+    assert [judge.key_variable for judge in correctness.judges] == ["KESTRL_JUDGE_KEY_2"]
     plain = job_with().spec
     assert (ruler_of(plain), correctness_of(plain), judge_servers(plain)) == (None, None, ())
 

@@ -1,8 +1,7 @@
 """Simulated cost of stragglers with staleness: what becomes of a running group that an update makes too old.
 
-`release` gives the group up and attempts its scenario again, `wait` has the step wait for it, and `continue`, which the
-product does not have, lets it go on: each turn that begins after an update is sampled by the newest version, and tokens
-that are older than the bound when their group is trained on are masked.
+`release` gives it up and attempts its scenario again, `wait` has the step wait for it, `continue`, which is no option,
+lets it go on: each turn is sampled by the newest version when it begins, and tokens older than a bound are masked.
 
 Discrete events with the learner's own rules of admission and waiting. Engines share their time among the turns that
 are sampled: up to SLOTS turns run at full speed, more slow each other down. A turn decodes its tokens after it has
@@ -18,7 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from statistics import fmean
 from typing import Literal
 
@@ -35,6 +34,8 @@ PROMPT = 1000
 UNBOUNDED = 10**9
 MODES = ("release", "wait", "continue")
 Mode = Literal["release", "wait", "continue"]
+BOUND = 4
+"""Maximum age of a token of a group that continues, in times of the staleness that admits groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +186,14 @@ class Simulation:
     """A run."""
 
     def __init__(
-        self, workload: Workload, staleness: int, slots: int, mode: Mode, *, seed: int, prefill: float
+        self, workload: Workload, staleness: int, slots: int, mode: Mode, *, seed: int, prefill: float, bound: int
     ) -> None:
         chance = random.Random(seed)
         self.scenarios = [workload.group(chance) for _ in range(STEPS * GROUPS)]
         lengths = sorted(self._tokens(position) for position in range(len(self.scenarios)))
         self.long_from = lengths[len(lengths) * 9 // 10]
         self.workload, self.staleness, self.mode, self.prefill = workload, staleness, mode, prefill
+        self.token_staleness = bound * staleness if mode == "continue" else staleness
         self.now, self.version, self.consumed, self.training = 0.0, 0, 0, False
         self.pending = list(range(len(self.scenarios)))
         self.running: dict[int, GroupRun] = {}
@@ -254,7 +256,7 @@ class Simulation:
 
     def _oldest(self) -> int:
         """The oldest version whose tokens the next step may be trained on."""
-        return self.version - self.staleness
+        return self.version - self.token_staleness
 
     def _give_up(self, group: GroupRun) -> None:
         spent = group.work.total()
@@ -344,6 +346,7 @@ CELLS = (
     *((WORKLOADS[0], slots, PREFILL / 5) for slots in (UNBOUNDED, 16)),
 )
 SEEDS = (1, 2, 3)
+BOUNDS = (1, 2, BOUND, 8)
 
 
 def measure() -> Iterator[Row]:
@@ -351,11 +354,21 @@ def measure() -> Iterator[Row]:
         engines = "room" if slots == UNBOUNDED else f"{slots}_turns"
         for staleness in (1, 2, 4):
             at = f"stale_groups/{workload.name}/{engines}/prefill_{prefill:g}/staleness_{staleness}"
-            runs = {
-                mode: [Simulation(workload, staleness, slots, mode, seed=seed, prefill=prefill).run() for seed in SEEDS]
-                for mode in MODES
-            }
-            yield from _rows(at, runs)
+            yield from _rows(at, {mode: _runs(workload, staleness, slots, mode, prefill) for mode in MODES})
+    for workload, staleness, bound in product(WORKLOADS[:2], (1, 2, 4), BOUNDS):
+        runs = _runs(workload, staleness, UNBOUNDED, "continue", bound=bound)
+        at = f"stale_groups/{workload.name}/room/prefill_{PREFILL:g}/staleness_{staleness}/continue/bound_{bound}"
+        yield Row(name=at, value=fmean(run.seconds for run in runs) / STEPS, unit="s/step")
+        yield Row(name=f"{at}/age", value=fmean(run.age for run in runs), unit="steps")
+        yield from _masked_rows(at, runs)
+
+
+def _runs(
+    workload: Workload, staleness: int, slots: int, mode: Mode, prefill: float = PREFILL, bound: int = BOUND
+) -> list[Outcome]:
+    return [
+        Simulation(workload, staleness, slots, mode, seed=seed, prefill=prefill, bound=bound).run() for seed in SEEDS
+    ]
 
 
 def _rows(at: str, runs: dict[Mode, list[Outcome]]) -> Iterator[Row]:
@@ -373,10 +386,14 @@ def _rows(at: str, runs: dict[Mode, list[Outcome]]) -> Iterator[Row]:
     yield Row(
         name=f"{at}/continue/again", value=fmean(run.repeated / run.work for run in continued), unit="of engine time"
     )
-    masked = fmean(run.masked / (run.masked + run.trained.total()) for run in continued)
-    yield Row(name=f"{at}/continue/masked", value=masked, unit="of tokens")
-    masked = fmean(run.long[False] / run.long.total() for run in continued)
-    yield Row(name=f"{at}/continue/masked_of_long", value=masked, unit="of long scenarios' tokens")
+    yield from _masked_rows(f"{at}/continue", continued)
+
+
+def _masked_rows(at: str, runs: list[Outcome]) -> Iterator[Row]:
+    masked = fmean(run.masked / (run.masked + run.trained.total()) for run in runs)
+    yield Row(name=f"{at}/masked", value=masked, unit="of tokens")
+    masked = fmean(run.long[False] / run.long.total() for run in runs)
+    yield Row(name=f"{at}/masked_of_long", value=masked, unit="of long scenarios' tokens")
 
 
 if __name__ == "__main__":

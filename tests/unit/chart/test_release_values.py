@@ -32,6 +32,18 @@ def test_a_registry_replaces_that_of_every_image(helm: Helm, tmp_path: Path) -> 
     assert images.pull_policy == "IfNotPresent"
 
 
+def test_the_page_has_the_registry_and_the_labels_too(helm: Helm) -> None:
+    page = {"namespaces": [{"namespace": "team-a", "uri": "s3://runs/team-a"}]}
+    objects = helm.render({"global": {"registry": MIRROR}, "commonLabels": {"team": "platform"}, "page": page})
+    (deployment,) = (
+        item for item in objects if item["kind"] == "Deployment" and item["metadata"]["name"] == "kestrl-page"
+    )
+    (pod,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert pod["image"].startswith(f"{MIRROR}/kestrl/")
+    assert deployment["metadata"]["labels"]["team"] == "platform"
+    assert "team" not in deployment["spec"]["selector"]["matchLabels"]
+
+
 def test_a_digest_stays_with_its_image(helm: Helm) -> None:
     image = "ghcr.io/kestrl/operator:0.1.0@sha256:" + "a" * 64
     objects = helm.render({"global": {"registry": MIRROR}, "operator": {"image": image}})

@@ -52,15 +52,14 @@ def pods_image(spec: JobSpec) -> str | None:
     """Image of the pods that run the episodes on a cluster: that of the agent, or of an environment that runs them
     itself; None where there are none.
     """
-    if spec.environment is not None and spec.environment.owns_loop:
-        return spec.environment.image
-    return spec.agent.image
+    environment = spec.environment
+    return environment.image if environment is not None and environment.owns_loop else spec.agent.image
 
 
 def pods_replicas(spec: JobSpec) -> int:
     """Number of the pods that run the episodes."""
-    owns_loop = spec.environment is not None and spec.environment.owns_loop
-    return spec.environment.replicas if spec.environment is not None and owns_loop else spec.agent.replicas
+    environment = spec.environment
+    return environment.replicas if environment is not None and environment.owns_loop else spec.agent.replicas
 
 
 def pods_url(spec: JobSpec, site: Site) -> str | None:

@@ -80,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- /* An image, from the registry of all images if there is one. Takes a list: the root, and the image. */}}
 {{- define "kestrl.image" -}}
 {{- $registry := (index . 0).Values.global.registry | trimSuffix "/" -}}
-{{- $registry | empty | ternary (index . 1) (regexReplaceAll "^[^/]+/" (index . 1) (printf "%s/" $registry)) -}}
+{{- $registry | empty | ternary (index . 1) (regexReplaceAll "^((localhost|[^/]*[.:][^/]*)/)?" (index . 1) (printf "%s/" $registry)) -}}
 {{- end }}
 
 {{- /* The settings of jobs, with their images from that registry. */}}

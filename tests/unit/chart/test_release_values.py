@@ -50,11 +50,28 @@ def test_a_digest_stays_with_its_image(helm: Helm) -> None:
     assert container(objects)["image"] == image.replace("ghcr.io", MIRROR)
 
 
+@pytest.mark.parametrize(
+    "image", ["team/operator:1.2.0", "operator:1.2.0", "localhost/operator:1", "r.example:5000/o:1"]
+)
+def test_a_name_without_a_registry_gets_one(helm: Helm, image: str) -> None:
+    objects = helm.render({"global": {"registry": MIRROR}, "operator": {"image": image}})
+    path = image.removeprefix("localhost/").removeprefix("r.example:5000/")
+    assert container(objects)["image"] == f"{MIRROR}/{path}"
+
+
 def test_labels_are_on_every_object_and_select_nothing(helm: Helm) -> None:
     objects = helm.render({"commonLabels": {"team": "platform", "app.kubernetes.io/name": "another"}})
     unlabelled = [item["metadata"]["name"] for item in objects if item["metadata"]["labels"].get("team") != "platform"]
     assert not unlabelled
-    assert "team" not in objects.one("Deployment")["spec"]["selector"]["matchLabels"]
+    deployment = objects.one("Deployment")["spec"]
+    assert "team" not in deployment["selector"]["matchLabels"]
+    assert (
+        deployment["template"]["metadata"]["labels"].items()
+        >= {
+            **deployment["selector"]["matchLabels"],
+            "team": "platform",
+        }.items()
+    )
     assert objects.one("Deployment")["metadata"]["labels"]["app.kubernetes.io/name"] == "kestrl-operator"
 
 

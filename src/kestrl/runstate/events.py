@@ -266,7 +266,7 @@ class ToolsWarned(RunEvent):
 
 
 class ToolsAwaited(RunEvent):
-    """A tool's credential is accepted no more and another one is waited for, or one is accepted again."""
+    """A credential of a tool or judge is accepted no more and another one is waited for, or one is accepted again."""
 
     kind: Literal["tools_awaited"] = "tools_awaited"
     reason: str

@@ -174,8 +174,8 @@ class ToolUse(Part):
     sandboxes: dict[str, SandboxInUse] = Field(default_factory=dict[str, SandboxInUse])
     """Sandboxes of tools that run code, by tool, as last reported."""
     wait: str = ""
-    """The credential that is waited for, because a tool's server or sandbox accepts it no more, and since when; empty
-    while credentials are accepted."""
+    """The credential that is waited for, because a tool's server, a sandbox or a judge model accepts it no more, and
+    since when; empty while credentials are accepted."""
 
 
 class StoreAccess(Part):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -433,7 +433,41 @@ async def test_a_key_that_is_accepted_no_more_is_waited_for(monkeypatch: pytest.
         assert len(server.asked) == 5 + client.ATTEMPTS
         await scorer.close()
     assert not any(isinstance(verdict, Failure) for verdict in scored.verdicts.values())
-    assert all(isinstance(verdict, Failure) for verdict in refused.verdicts.values())
+    assert_waited_for(refused.verdicts.values())
+
+
+def assert_waited_for(verdicts: Collection[object]) -> None:
+    """The failures are those that a learner waits for."""
+    failures = [verdict for verdict in verdicts if isinstance(verdict, Failure)]
+    assert len(failures) == len(verdicts)
+    assert {(failure.code, failure.retryable) for failure in failures} == {("judge_unauthorized", True)}
+    assert all("put the new one into the Secret" in failure.message for failure in failures)
+
+
+def end_of_time(_attempt: int, _asked: float | None) -> float:
+    """The time limit of a group, reached before another attempt."""
+    raise TimeoutError
+
+
+async def test_a_key_that_is_not_replaced_in_time_is_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KESTRL_JUDGE_KEY_0", "sk-old-key")
+    accepted = ["sk-old-key"]
+
+    def script(asked: Asked) -> Said | Refusal:
+        known = asked.headers["Authorization"] == f"Bearer {accepted[0]}"
+        return fair(asked) if known else Refusal(status=401, message="wrong key")
+
+    async with ScriptedJudge(script) as server:
+        entry = ruler_entry(server.url)
+        keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
+        scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
+        await scorer.open()
+        await scorer.score(group("4", "5"), max_turns=5)
+        accepted[0] = "sk-new-key"
+        monkeypatch.setattr(client, "pause_before", end_of_time)
+        refused = await scorer.score(group("6", "7"), max_turns=5)
+        await scorer.close()
+    assert_waited_for(refused.verdicts.values())
 
 
 async def test_every_request_counts_in_the_budget() -> None:

@@ -22,6 +22,7 @@ from kestrl.storage.files import digest
 from kestrl_learner.dispatch import retry_pause
 from kestrl_learner.dispatch.acceptance import MAX_ATTEMPTS
 from kestrl_learner.dispatch.dispatcher import Dispatcher
+from kestrl_learner.dispatch.evaluate import ATTEMPTS
 from kestrl_learner.model import adapters
 from kestrl_learner.run import LearnerRun
 from kestrl_learner.store import checkpoint
@@ -257,7 +258,12 @@ async def test_a_broken_stream_is_attempted_again_with_the_same_seed(staged: Any
 
 
 @pytest.mark.parametrize(
-    ("boundary", "code"), [(Boundary.TOOL, "tool_unauthorized"), (Boundary.SANDBOX, "sandbox_unauthorized")]
+    ("boundary", "code"),
+    [
+        (Boundary.TOOL, "tool_unauthorized"),
+        (Boundary.SANDBOX, "sandbox_unauthorized"),
+        (Boundary.JUDGE, "judge_unauthorized"),
+    ],
 )
 async def test_a_refused_credential_of_a_tool_is_waited_for_and_costs_no_scenario(
     staged: Any, monkeypatch: pytest.MonkeyPatch, boundary: Boundary, code: str
@@ -288,6 +294,42 @@ async def test_a_refused_credential_of_a_tool_is_waited_for_and_costs_no_scenari
         assert not run.progress.state.tools.wait
         assert stage.states == {"trained": 6}
         assert stage.summary["failures"] == {f"{boundary}/{code}": len(refusals)}
+
+
+async def test_an_evaluation_waits_for_a_refused_credential_and_scores_every_scenario(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_pause, "BACKOFF", Backoff(0.001, 0.001))
+    failure = Failure(
+        boundary=Boundary.TOOL, code="tool_unauthorized", message="crm: 401", component="tools", retryable=True
+    )
+    call = ToolCall(turn=0, name="search", raw="{}", arguments={}, outcome=CallOutcome.OK, text="found")
+    async with staged() as stage:
+        refused_groups: list[str] = []
+        replaced = asyncio.Event()
+
+        def refuse(request: Any, group: Any) -> Any:
+            if replaced.is_set():
+                return replace(group, episodes=[replace(episode, tool_calls=[call]) for episode in group.episodes])
+            refused_groups.append(request.group_id)
+            refused = replace(group.episodes[0], failure=failure, reward=None, stop_reason=StopReason.FAILED)
+            return replace(group, episodes=[refused])
+
+        stage.workers[0].script = refuse
+        run = LearnerRun(stage.but(max_steps=1))
+        ends = asyncio.create_task(run.main())
+        try:
+            await until(lambda: run.progress.state.tools.wait, 20)
+            assert run.progress.state.tools.wait.startswith("crm: 401; since ")
+            await until(lambda: len(refused_groups) > 3 * ATTEMPTS, 20)
+        finally:
+            replaced.set()
+            await ends
+        assert not run.progress.state.tools.wait
+        before = stage.summary["before"]
+        assert (before["episodes"], before["exceptions"]) == (3.0, 0.0)
+        assert stage.summary["failures"] == {"tool/tool_unauthorized": len(refused_groups)}
+        assert len(set(refused_groups)) == len(refused_groups), "a worker knows each attempt by a name of its own"
 
 
 async def test_too_many_failures_stop_the_run_with_a_typed_reason(staged: Any) -> None:

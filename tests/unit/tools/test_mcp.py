@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.mcp_http import McpHttpServer, serving_mcp
+from tests.fakes.mounted_secret import MountedSecret
 from tests.fakes.ports import free_port
 from tests.mcp_servers import EVERYTHING, FILESYSTEM, TIME, npm_server, pypi_server
 
@@ -364,3 +366,66 @@ async def test_a_session_that_was_offered_another_list_is_refused(serve: Any, sa
         with pytest.raises(FailureError, match="the server lists other tools than the model is offered") as caught:
             await client.call("session-1", "echo", {"text": "a"}, opening=opening)
     assert (caught.value.boundary, caught.value.code) == (Boundary.TOOL, "tools_changed")
+
+
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MountedSecret:
+    """A Secret as the kubelet mounts it, with the key `canary-old`."""
+    secret = MountedSecret(tmp_path / "mounted")
+    monkeypatch.setenv("KESTRL_USER_SECRETS", str(secret.folder))
+    secret.write({"KESTRL_TOOL_SECRET_0": "canary-old"})
+    return secret
+
+
+def keyed(server: McpHttpServer, **options: Any) -> ToolEntry:
+    key = {"Authorization": SecretText(variable="KESTRL_TOOL_SECRET_0", prefix="Bearer ")}
+    return ToolEntry(name="tracker", mcp=McpEntry(url=server.url, secret_headers=key, **options))
+
+
+def assert_waited_for(error: KestrlError) -> None:
+    """The failure is one that a learner waits for."""
+    failure = error.failure()
+    assert (failure.boundary, failure.code, failure.retryable) == (Boundary.TOOL, "tool_unauthorized", True)
+    assert "refuses the credential of mcp.secretHeaders" in failure.message
+    assert "canary" not in failure.message
+
+
+async def test_a_credential_that_an_http_server_accepts_no_more_is_waited_for(mounted: MountedSecret) -> None:
+    async with serving_mcp("Bearer canary-old") as server, running(keyed(server)) as provider:
+        session = await provider.open(NO_KWARGS)
+        await session.call("echo", {}, {})
+        server.accepted = "Bearer canary-new"
+        with pytest.raises(KestrlError) as caught:
+            await session.call("echo", {}, {})
+        assert_waited_for(caught.value)
+        assert server.requests[-2:] == [("tools/call", 401), ("tools/list", 401)], "a proof that no model can change"
+        mounted.write({"KESTRL_TOOL_SECRET_0": "canary-new"})
+        result: Any = await session.call("echo", {}, {})
+        assert result.text == "echo"
+
+
+async def test_a_session_that_an_http_server_refuses_is_waited_for(mounted: MountedSecret) -> None:
+    async with serving_mcp("Bearer canary-old") as server, running(keyed(server, per_episode=True)) as provider:
+        server.accepted = "Bearer canary-new"
+        with pytest.raises(KestrlError) as caught:
+            await provider.open(NO_KWARGS)
+        assert_waited_for(caught.value)
+        mounted.write({"KESTRL_TOOL_SECRET_0": "canary-new"})
+        session = await provider.open(NO_KWARGS)
+        await session.call("echo", {}, {})
+
+
+async def test_a_call_that_an_http_server_refuses_alone_is_no_matter_of_the_credential(mounted: MountedSecret) -> None:
+    """Else a model could have its episodes begin again without end."""
+    async with serving_mcp("Bearer canary-old") as server, running(keyed(server)) as provider:
+        session = await provider.open(NO_KWARGS)
+        with pytest.raises(KestrlError) as caught:
+            await session.call("foreign", {}, {})
+        assert (caught.value.code, caught.value.retryable) == ("tool_raised", False)
+        assert server.requests[-2:] == [("tools/call", 401), ("tools/list", 200)]
+
+
+async def test_the_credential_of_a_server_that_refuses_the_first_list_is_named(mounted: MountedSecret) -> None:
+    async with serving_mcp("Bearer another") as server:
+        with pytest.raises(UserInputError, match=r"refuses the credential of mcp\.secretHeaders \(401\)"):
+            await load_tools([keyed(server)], ToolThreads())

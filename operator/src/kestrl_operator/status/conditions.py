@@ -108,9 +108,9 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "message says since and until when."
         ),
         CREDENTIAL_REFUSED: (
-            "A tool's server, or a claimed sandbox, accepts a credential no more that it has accepted before; its "
-            "scenarios wait until the Secret has another one. The message names it, and says since when. Before its "
-            "first step the job gives its pods back after a while, and tries again later."
+            "A tool's server, a claimed sandbox or a judge model accepts a credential no more that it has accepted "
+            "before; its scenarios wait until the Secret has another one. The message names it, and says since when. "
+            "Before its first step the job gives its pods back after a while, and tries again later."
         ),
         "Stalled": "No step has ended for five times as long as the longest of the last ones took.",
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",

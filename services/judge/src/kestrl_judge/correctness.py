@@ -14,7 +14,7 @@ from kestrl._shared.plan.settings.judge import JudgeEntry
 from kestrl.errors import Failure
 from kestrl.rewards import Claim
 from kestrl_judge.ruler.asking import Asker, BuildPrompt, JudgeCounts
-from kestrl_judge.ruler.client import NoScores, NoScoresReason
+from kestrl_judge.ruler.client import NoScores
 from kestrl_judge.ruler.escaping import encode, estimated_tokens
 from kestrl_judge.ruler.journal import Journal
 from kestrl_judge.ruler.prompt import RESERVE, JudgePrompt, digest
@@ -148,7 +148,7 @@ class CorrectnessJudge:
             async with asyncio.timeout(self._entry.seconds):
                 opinion = await self._asker.opinion(build, calls)
         except TimeoutError:
-            return self._unscored(NoScores(NoScoresReason.TIMEOUT, f"no verdict within {self._entry.seconds:g} s"))
+            return self._unscored(self._asker.late(f"no verdict within {self._entry.seconds:g} s"))
         except NoScores as error:
             return self._unscored(error)
         except JudgeStopped as error:

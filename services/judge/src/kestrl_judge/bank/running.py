@@ -23,7 +23,12 @@ from kestrl_judge.ruler.trajectories import compare
 
 PASSING_SCORE = 0.5
 """Score from which on a judge counts as having accepted an attempt."""
-UNUSABLE = {NoScoresReason.UNAVAILABLE, NoScoresReason.REFUSED, NoScoresReason.TIMEOUT}
+UNUSABLE = {
+    NoScoresReason.UNAVAILABLE,
+    NoScoresReason.REFUSED,
+    NoScoresReason.UNAUTHORIZED,
+    NoScoresReason.TIMEOUT,
+}
 """Reasons that say nothing about how a judge scores."""
 
 

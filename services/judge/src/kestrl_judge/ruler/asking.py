@@ -88,6 +88,10 @@ class Asker:
         for client in self._clients:
             await client.close()
 
+    def late(self, message: str) -> NoScores:
+        """The failure of what has no opinion in time."""
+        return _late(self._clients[0], message)
+
     async def opinion(self, build: BuildPrompt, record: list[dict[str, Any]]) -> Opinion:
         """Grades by the first judge that gives valid ones.
 
@@ -181,7 +185,7 @@ class Asker:
                 graded = await self._valid(client, prompt, options)
         except TimeoutError as error:
             self.counts.calls[client.judge.model, NoScoresReason.TIMEOUT] += 1
-            raise NoScores(NoScoresReason.TIMEOUT, f"no valid reply within {self._seconds:g} s") from error
+            raise _late(client, f"no valid reply within {self._seconds:g} s") from error
         self._journal.put(key, graded)
         return graded
 
@@ -278,3 +282,10 @@ def _retrieve(task: asyncio.Task[Graded]) -> None:
     """Reads a failure that no caller waited for, which asyncio would otherwise log."""
     if not task.cancelled():
         task.exception()
+
+
+def _late(client: JudgeClient, message: str) -> NoScores:
+    """The failure of what a judge did not answer in time: its key's, if requests wait for another one."""
+    if client.refusal:
+        return NoScores(NoScoresReason.UNAUTHORIZED, client.refusal)
+    return NoScores(NoScoresReason.TIMEOUT, message)

@@ -46,6 +46,8 @@ class NoScoresReason(StrEnum):
     TIMEOUT = "timeout"
     REFUSED = "refused"
     """It refused the request: a wrong key, model or parameter."""
+    UNAUTHORIZED = "unauthorized"
+    """It accepts a key no more that it has accepted before."""
     TOO_LARGE = "too_large"
     """The prompt does not fit the model's context."""
     BUDGET = "budget"
@@ -85,6 +87,8 @@ class JudgeClient:
         self._redactor = PresentRedactor(lambda: [self._key()])
         self._accepted = False
         """Whether the server has answered a request."""
+        self.refusal = ""
+        """How the server refuses the key that it has accepted before; empty while it accepts it."""
         self.pacer = Pacer(concurrency)
         self._servers = Servers(judge.base_urls)
         self._client = AsyncOpenAI(
@@ -171,7 +175,7 @@ class JudgeClient:
             try:
                 create: Any = client.chat.completions.with_raw_response.create
                 answer: Any = await create(model=self.judge.model, messages=list(messages), **options)
-                self._accepted = True
+                self._accepted, self.refusal = True, ""
                 reply = read_reply(answer.http_response.content)
             except openai.APITimeoutError as error:
                 raise _Retried(
@@ -209,9 +213,10 @@ class JudgeClient:
             paced = status == TOO_MANY_REQUESTS
             return _Retried(NoScoresReason.UNAVAILABLE, message, asked=pause, paced=paced, sent=Sent.REFUSED)
         if status == UNAUTHORIZED and self._accepted and self._key():
+            self.refusal = message
             rotated = error.request.headers.get("Authorization") != f"Bearer {self._key()}"
             return _Retried(
-                NoScoresReason.REFUSED, message, asked=0.0 if rotated else ROTATION_PAUSE, sent=Sent.REFUSED
+                NoScoresReason.UNAUTHORIZED, message, asked=0.0 if rotated else ROTATION_PAUSE, sent=Sent.REFUSED
             )
         text = message.lower()
         too_large = error.code == "context_length_exceeded" or (

@@ -103,7 +103,7 @@ class RulerScorer:
                     return_exceptions=True,
                 )
         except TimeoutError as error:
-            raise NoScores(NoScoresReason.TIMEOUT, f"no scores within {self._ruler.seconds:g} s") from error
+            raise self._asker.late(f"no scores within {self._ruler.seconds:g} s") from error
         finally:
             calls.extend(entry for record in records for entry in record)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -123,6 +123,9 @@ def prompts(comparison: Comparison, ruler: RulerEntry, salt: str, permutation: i
 
 def unscored(error: NoScores, name: str = NAME) -> Failure:
     """The failure of the episodes of a group without scores."""
+    if error.reason is NoScoresReason.UNAUTHORIZED:
+        message = f"{name}: the judge model accepts its key no more; put the new one into the Secret: {error}"
+        return Failure(boundary=Boundary.JUDGE, code="judge_unauthorized", message=message, retryable=True)
     return Failure(boundary=Boundary.JUDGE, code=UNSCORED, message=f"{name}: not scored ({error.reason}): {error}")
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
-from kestrl.episode import LARGEST_REWARD, PROMPT_TOO_LONG, UNSCORED, Episode, Group, PolicyVersion, Scenario
+from kestrl.episode import (
+    LARGEST_REWARD,
+    PROMPT_TOO_LONG,
+    UNSCORED,
+    Episode,
+    Group,
+    PolicyVersion,
+    Scenario,
+)
 from kestrl.errors import Boundary, Failure
 from kestrl_learner.dispatch.repetition import repeated
 
@@ -16,7 +24,13 @@ MAX_ATTEMPTS = 5
 """Failed attempts after which a scenario is dropped."""
 
 
-REFUSED = frozenset({(Boundary.TOOL, "tool_unauthorized"), (Boundary.SANDBOX, "sandbox_unauthorized")})
+REFUSED = frozenset(
+    {
+        (Boundary.TOOL, "tool_unauthorized"),
+        (Boundary.SANDBOX, "sandbox_unauthorized"),
+        (Boundary.JUDGE, "judge_unauthorized"),
+    }
+)
 """Failures by a credential that was accepted before and is refused: only somebody outside of the run can replace it."""
 
 
@@ -50,9 +64,12 @@ class GroupDecision:
     @property
     def refused(self) -> Failure | None:
         """The failure by a refused credential for which the scenario waits; None if there is none."""
-        if self.action not in {GroupAction.RETRY, GroupAction.DROP}:
-            return None
-        return next((failure for failure in self.failures if (failure.boundary, failure.code) in REFUSED), None)
+        return refused_credential(self.failures) if self.action in {GroupAction.RETRY, GroupAction.DROP} else None
+
+
+def refused_credential(failures: Iterable[Failure]) -> Failure | None:
+    """The first failure by a refused credential; None if there is none."""
+    return next((failure for failure in failures if (failure.boundary, failure.code) in REFUSED), None)
 
 
 def policy_mismatch(group: Group, policy: PolicyVersion, engines: Collection[str]) -> Failure | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,9 @@ from kestrl.episode import PROMPT_TOO_LONG, Episode, Group, PolicyVersion, Purpo
 from kestrl.errors import KestrlError
 from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
+from kestrl_learner.concurrency import Signal
+from kestrl_learner.dispatch.acceptance import refused_credential
+from kestrl_learner.dispatch.retry_pause import RetryPause
 from kestrl_learner.dispatch.workers import GroupAssignment, NoWorker, Workers
 from kestrl_learner.engines.engines import Engines, NoEngineProved
 from kestrl_learner.progress.progress import Progress, episode_facts, means_of
@@ -42,7 +46,8 @@ async def run_all(
     engines: Engines,
     progress: Progress,
 ) -> list[Group]:
-    """Episodes of every scenario, each in a group of its own; retryable failures are retried.
+    """Episodes of every scenario, each in a group of its own; retryable failures are retried, and a credential that is
+    accepted no more is waited for, without a limit.
 
     A group that fails as a whole is counted as a failure and missing from the result. The seed of a sample depends on
     nothing but `seed`, its scenario and its number, so that more samples repeat the first ones.
@@ -53,6 +58,7 @@ async def run_all(
     samples = sampling.samples
     groups: list[Group] = []
     slots = asyncio.Semaphore(AT_ONCE)
+    pause, resumed = RetryPause(), Signal()
 
     async def attempt(scenario: Scenario, sample: int, number: int) -> Group:
         await engines.wait_verified(policy)
@@ -71,8 +77,10 @@ async def run_all(
         return await workers.run(request)
 
     async def one(scenario: Scenario, sample: int) -> None:
-        for number in range(ATTEMPTS):
-            last = number == ATTEMPTS - 1
+        failed_attempts = 0
+        for number in itertools.count():
+            last = failed_attempts == ATTEMPTS - 1
+            await resumed.wait_for(lambda: not pause.active)
             try:
                 async with slots:
                     group = await attempt(scenario, sample, number)
@@ -82,11 +90,20 @@ async def run_all(
                 if last or not error.retryable:
                     progress.count_failure(error.failure(component="rollout"))
                     return
+                failed_attempts += 1
                 continue
             failure = group.episodes[0].failure
+            if failure is not None and refused_credential([failure]):
+                progress.count_failure(failure)
+                progress.await_credential(failure)
+                pause.start(resumed.notify)
+                continue
+            if progress.accept_credential(group):
+                pause.reset()
             if last or failure is None or not failure.retryable:
                 groups.append(group)
                 return
+            failed_attempts += 1
 
     try:
         async with asyncio.TaskGroup() as tasks:

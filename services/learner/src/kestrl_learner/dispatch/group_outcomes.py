@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
-from kestrl.episode import CallOutcome, Group, PolicyVersion, Scenario
+from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure, KestrlError
 from kestrl.runstate.events import GroupOutdated
 from kestrl.storage.episodes import GroupOutcome, StoredGroup
@@ -158,8 +158,7 @@ class GroupOutcomes:
     def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, original: Group) -> None:
         self.pause.reset()
         self._progress.add(group)
-        if any(call.outcome is CallOutcome.OK for episode in group.episodes for call in episode.tool_calls):
-            self._progress.accept_credential()
+        self._progress.accept_credential(group)
         if not self._dynamic_sampling.accepts(group):
             self._store(lease, GroupOutcome.DROPPED, REJECTED, original)
             self._leases.drop(lease, REJECTED)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from kestrl.episode import Episode, Group
-from kestrl.errors import Failure
+from kestrl.episode import CallOutcome, Episode, Group
+from kestrl.errors import Boundary, Failure
 from kestrl.runstate import events
 from kestrl.runstate.log import Entry, Event, reduced
 from kestrl.runstate.state import WINDOW_STEPS, Gauges, RunState
@@ -23,6 +23,8 @@ from kestrl_learner.progress.tool_health import ToolHealth
 log = logging.getLogger(__name__)
 LONGEST_WAIT = 500
 """Characters of a message about what is waited for."""
+SKIPPED = "ruler_skipped"
+"""Metric of a score for which no judge model was asked."""
 UNSTORED = 10_000
 """Events that wait to be stored; runs that do not store them keep no more."""
 
@@ -67,6 +69,8 @@ class Progress:
         """Rows whose prompts leave no room in the context, by data set and ordinal."""
         self.unstored: deque[Entry] = deque(maxlen=UNSTORED)
         """Events that are not stored yet, the newest of them if there are too many."""
+        self._awaited: Boundary | None = None
+        """The boundary of the credential that is waited for: tool, sandbox or judge; None while none is."""
         self._gathering_began = time.monotonic()
         self._recent: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS * episodes_per_step)
         self._changed = asyncio.Event()
@@ -160,17 +164,21 @@ class Progress:
         self._log_gathering()
 
     def await_credential(self, failure: Failure) -> None:
-        """Records that a tool's credential is accepted no more; an earlier record stays, since it says since when."""
+        """Records that a credential is accepted no more; an earlier record stays, since it says since when."""
         if not self.state.tools.wait:
+            self._awaited = failure.boundary
             log.warning("waiting for a credential: %s", failure.message)
             since = time.strftime("%H:%M:%SZ", time.gmtime())
             self.emit(events.ToolsAwaited(reason=f"{failure.message[:LONGEST_WAIT]}; since {since}"))
 
-    def accept_credential(self) -> None:
-        """Records that the credentials of tools are accepted."""
-        if self.state.tools.wait:
-            log.info("the credentials of tools are accepted again")
-            self.emit(events.ToolsAwaited(reason=""))
+    def accept_credential(self, group: Group) -> bool:
+        """Records that the awaited credential is accepted, if a group shows that it is; returns whether one was."""
+        if self._awaited is None or not _accepted(self._awaited, group):
+            return False
+        log.info("the credential is accepted again")
+        self._awaited = None
+        self.emit(events.ToolsAwaited(reason=""))
+        return True
 
     def report_sandboxes(self, sandboxes: Mapping[str, SandboxInUse]) -> None:
         """Records the sandboxes that a worker reports; one that has not listed its tools yet reports none."""
@@ -221,3 +229,10 @@ class Progress:
 
     def _log_gathering(self) -> None:
         log.debug("step %d: %s", self.state.steps.done + 1, self.state.gathering.line())
+
+
+def _accepted(boundary: Boundary, group: Group) -> bool:
+    """Whether a group shows that a credential is accepted: by a call that a tool answered, or by a judge's score."""
+    if boundary is Boundary.JUDGE:
+        return any(episode.reward is not None and not episode.metrics.get(SKIPPED) for episode in group.episodes)
+    return any(call.outcome is CallOutcome.OK for episode in group.episodes for call in episode.tool_calls)

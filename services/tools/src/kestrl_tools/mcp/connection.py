@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from kestrl.errors import KestrlError, ToolFailure, described, text_of
 from kestrl.redaction import NO_SECRETS, Redactor
 from kestrl.tools import ToolError
 from kestrl_tools.mcp.bounds import Flood
+from kestrl_tools.mcp.refusals import CALL, HANDSHAKE, LIST, Refusals
 from kestrl_tools.mcp.sdk import TransportStreams, create_mcp_http_client
 from kestrl_tools.mcp.stdio import McpProgram, stdio_transport
 from kestrl_tools.servers import MAX_TOOLS, ListedTool, ServerUnavailable, callable_name, secret_header, secret_text
@@ -71,6 +72,7 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._program: McpProgram | None = None
         self._flood, self._flooded = Flood(), False
+        self._refusals = Refusals(name, entry)
         self._variables: Mapping[str, str] | None = None
         """Secrets that the program began with."""
         self._running = 0
@@ -86,6 +88,7 @@ class Connection:
 
         Raises:
             ServerUnavailable: The server cannot be started or reached, or does not speak the protocol.
+            ToolFailure: It refuses the manifest's credential.
         """
         self._task = asyncio.create_task(self._serve(), name=f"mcp-{self._name}")
         self._task.add_done_callback(_retrieved)
@@ -104,6 +107,8 @@ class Connection:
             error = self._task.exception()
             problem = "it closed the connection" if error is None else described(leaf_of(error))
         await self.close()
+        if self._refusals.count(HANDSHAKE):
+            raise self._refusals.failure()
         raise ServerUnavailable(f"{self._name}: the MCP server cannot be used: {problem}{self._ending()}")
 
     async def close(self) -> None:
@@ -140,8 +145,8 @@ class Connection:
         size = 0
         for _ in range(MAX_PAGES):
             params = types.PaginatedRequestParams(cursor=cursor) if cursor else None
-            page = await self._asked(self._session.result().list_tools(params=params))
-            tools += [_listed(tool) for tool in page.tools]
+            page = await self._page(params)
+            tools += [_tool(tool) for tool in page.tools]
             size += len(page.model_dump_json())
             cursor = page.next_cursor
             if len(tools) > 10 * MAX_TOOLS or size > MAX_MESSAGE:
@@ -150,15 +155,43 @@ class Connection:
                 return tools
         raise ToolFailure(f"{self._name}: its list of tools does not end, or is too long", code="tool_result_invalid")
 
+    async def _page(self, params: types.PaginatedRequestParams | None = None) -> types.ListToolsResult:
+        """A page of the list of tools."""
+        refusals = self._refusals.count(LIST)
+        try:
+            return await self._asked(self._session.result().list_tools(params=params))
+        except KestrlError as error:
+            if self._refusals.count(LIST) > refusals:
+                raise self._refusals.failure() from error
+            raise
+
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> types.CallToolResult:
         """Calls a tool; a cancelled call is cancelled on the server, too.
 
         Raises:
             ServerUnavailable: The connection was lost.
             ToolError: The server refuses the arguments.
-            ToolFailure: The server answers with an error or an invalid result.
+            ToolFailure: The server answers with an error or an invalid result, or refuses the manifest's credential.
         """
-        return await self._asked(self._session.result().call_tool(tool, dict(arguments)), tool)
+        headers, refusals = self._secret_headers(), self._refusals.count(CALL)
+        try:
+            return await self._asked(self._session.result().call_tool(tool, dict(arguments)), tool)
+        except (KestrlError, ToolError) as error:
+            if self._refusals.count(CALL) > refusals and await self._is_refused(headers):
+                raise self._refusals.failure() from error
+            raise
+
+    async def _is_refused(self, headers: Mapping[str, str]) -> bool:
+        """Whether the credential of a refused call, in these headers, is to blame: it has changed since, or is refused
+        for a request that no model can change, too.
+        """
+        async with self._refusals.proving:
+            if self._secret_headers() != headers:
+                return True
+            refusals = self._refusals.count(LIST)
+            with suppress(KestrlError):
+                await self._page()
+            return self._refusals.count(LIST) > refusals
 
     async def _asked(self, work: Awaitable[Answer], tool: str = "") -> Answer:
         self._running += 1
@@ -219,7 +252,7 @@ class Connection:
                 streamable_http_client(entry.url, http_client=client, max_sse_event_size=MAX_MESSAGE) as streams,
             ):
                 # Nothing is sent before there is a session.
-                client.event_hooks = {"request": [self._authenticate], "response": [bound]}
+                client.event_hooks = {"request": [self._authenticate], "response": [bound, self._refusals.note]}
                 yield streams
 
     def _secret_variables(self) -> dict[str, str]:
@@ -252,7 +285,7 @@ class Connection:
         return f"{exit_text}; its last output: {line}" if line else exit_text
 
 
-def _listed(tool: types.Tool) -> ListedTool:
+def _tool(tool: types.Tool) -> ListedTool:
     return ListedTool(callable_name(tool.name), tool.description or "", tool.input_schema, tool.name)
 
 

@@ -118,6 +118,7 @@ def ended(statuses: Iterable[Object]) -> Iterator[ContainerEnd]:
                 message=_why_ended(last),
                 at=last.get("finishedAt") or "",
                 log=last.get("message", "")[-LONGEST_LOG:],
+                running="running" in state,
             )
 
 

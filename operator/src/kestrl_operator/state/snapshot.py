@@ -47,6 +47,8 @@ class ContainerEnd:
     """When it ended, as Kubernetes writes it."""
     log: str = field(default="", compare=False)
     """The last lines of its log, as the kubelet has kept them."""
+    running: bool = field(default=False, compare=False)
+    """Whether the container runs again."""
 
     def __str__(self) -> str:
         return f"{self.container} ended with {self.reason} ({self.code}){': ' if self.message else ''}{self.message}"

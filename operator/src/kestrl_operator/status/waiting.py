@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kestrl._shared.plan.components import Role
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import STORAGE_AWAY, Pod, Rest, Snapshot
@@ -21,6 +22,8 @@ FIRST_REST, LONGEST_REST = 60.0, 600.0
 """First and longest time without pods before the next attempt; doubled each time until the job trains a step."""
 KEEPS_ENDING = 5
 """Restarts after which a pod that is not ready counts as one that cannot start."""
+INDISPENSABLE = (Role.LEARNER, Role.RANKS)
+"""Roles of which each pod is needed; of the others one is enough."""
 TRAINS = frozenset({RunPhase.TRAINING, RunPhase.EVALUATING, RunPhase.DRAINING})
 
 
@@ -138,13 +141,20 @@ def _held_up_before_a_step(snapshot: Snapshot) -> Iterator[tuple[float, float, s
     refused, live = refused_since(snapshot), snapshot.live_report
     if refused is not None and live is not None:
         yield refused, BLOCKED_SECONDS, live.state.tools.wait
-    for role in ROLLING:
+    for role in (*ROLLING, Role.INFERENCE, *INDISPENSABLE):
         pods = sorted(snapshot.of(role), key=lambda pod: (pod.made, pod.name))
-        broken = [pod for pod in pods if pod.unstartable or (pod.ended and pod.restarts >= KEEPS_ENDING)]
-        if broken and not any(pod.ready for pod in pods):
+        broken = [pod for pod in pods if pod.unstartable or _keeps_ending(pod)]
+        if broken and (role in INDISPENSABLE or not any(pod.ready for pod in pods)):
             yield broken[0].made, BLOCKED_SECONDS, f"{broken[0].name} cannot start: {waits_for(broken[0])}"
     if _misses_a_role(snapshot):
         yield from _held_beside_missing_pods(snapshot)
+
+
+def _keeps_ending(pod: Pod) -> bool:
+    """Whether a pod has ended too often; one that loads a model again may take any time, and succeed."""
+    if pod.restarts < KEEPS_ENDING:
+        return False
+    return any(not end.running or pod.role in ROLLING for end in pod.ended)
 
 
 def _held_beside_missing_pods(snapshot: Snapshot) -> Iterator[tuple[float, float, str]]:

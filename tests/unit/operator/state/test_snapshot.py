@@ -538,6 +538,13 @@ def test_counts_are_read_from_the_learners_workload() -> None:
     assert (seen.attempts, seen.restarts) == (3, 1)
 
 
+@pytest.mark.parametrize(("state", "running"), [(RUNS, True), ({"waiting": {"reason": "CrashLoopBackOff"}}, False)])
+def test_a_container_that_runs_again_is_no_waiting_one(state: dict[str, Any], running: bool) -> None:
+    seen = pod_of(written(container(restarts=5, state=state, lastState=terminated(1)), conditions=NOT_READY))
+    assert seen is not None
+    assert [end.running for end in seen.ended] == [running]
+
+
 def test_the_last_lines_of_a_crash_are_kept() -> None:
     end = {"exitCode": 1, "reason": "Error", "finishedAt": MADE, "message": "x" * 3000 + "KeyError: 'x'"}
     container = {"name": "engine", "ready": False, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}

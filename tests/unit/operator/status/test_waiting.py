@@ -67,10 +67,14 @@ def without_agents(seconds: float, *others: Pod, **changes: Any) -> Snapshot:
     return snapshot(pods=all_pods(agent, *others), last_report=learner_report(report(step=0)))
 
 
-def crashing(restarts: int) -> Snapshot:
-    """A job whose only tools' pod has ended so often before the first step."""
-    tools = pod(Role.TOOLS, ready=False, ended=(ended("tools"),), restarts=restarts, made=NOW - BLOCKED_SECONDS)
-    return snapshot(pods=all_pods(tools), last_report=learner_report(report(step=0)))
+def crashing(restarts: int, role: Role = Role.TOOLS, *others: Pod, **changes: Any) -> Snapshot:
+    """A job of which a pod of a role has ended so often before the first step, and of which no other pod of that role
+    is there.
+    """
+    plain: dict[str, Any] = {"ready": False, "ended": (ended(str(role)),), "made": NOW - BLOCKED_SECONDS}
+    broken = pod(role, restarts=restarts, **(plain | changes))
+    pods = [item for item in all_pods() if item.role is not role]
+    return snapshot(pods=[*pods, broken, *others], last_report=learner_report(report(step=0)))
 
 
 def not_created(seconds: float, *roles: Role, **changes: Any) -> Snapshot:
@@ -100,11 +104,15 @@ def rest_of(decision: Decision) -> Rest:
         denied(BLOCKED_SECONDS),
         without_agents(BLOCKED_SECONDS),
         crashing(KEEPS_ENDING),
+        crashing(KEEPS_ENDING, Role.INFERENCE),
+        replace(crashing(KEEPS_ENDING, Role.LEARNER), last_report=None),
+        crashing(KEEPS_ENDING, Role.RANKS, pod(Role.RANKS, 1)),
         refused_credential(BLOCKED_SECONDS),
         not_created(BLOCKED_SECONDS, Role.TOOLS),
         not_created(BLOCKED_SECONDS, Role.INFERENCE, last_report=None),
     ],
     ids=["partly scheduled", "a missing secret", "denied storage", "no agent", "tools keep ending",
+         "engines keep ending", "the learner keeps ending", "one rank keeps ending",
          "a refused credential", "tools are not created", "engines are not created"],
 )  # fmt: skip
 def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
@@ -131,6 +139,12 @@ def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
         replace(without_agents(BLOCKED_SECONDS), last_report=learner_report(report())),
         replace(without_agents(BLOCKED_SECONDS), status=STEPPED),
         crashing(KEEPS_ENDING - 1),
+        crashing(KEEPS_ENDING - 1, Role.INFERENCE),
+        crashing(KEEPS_ENDING, Role.INFERENCE, pod(Role.INFERENCE, 1)),
+        crashing(KEEPS_ENDING, Role.INFERENCE, ended=(replace(ended("engine"), running=True),)),
+        crashing(KEEPS_ENDING, Role.INFERENCE, made=NOW - BLOCKED_SECONDS + 1),
+        replace(crashing(KEEPS_ENDING, Role.INFERENCE), status=STEPPED),
+        replace(crashing(KEEPS_ENDING, Role.LEARNER), status=STEPPED, last_report=None),
         refused_credential(BLOCKED_SECONDS - 1),
         refused_credential(BLOCKED_SECONDS, memory=Memory()),
         refused_credential(BLOCKED_SECONDS, step=14),
@@ -142,7 +156,9 @@ def test_a_job_that_cannot_start_gives_its_pods_back(held: Snapshot) -> None:
     ],
     ids=["soon", "the oldest", "in a queue", "it trains", "soon blocked", "blocked and trains", "soon denied",
          "denied after a step", "soon without agents", "another agent", "an agent lost in training",
-         "an agent lost and resumed", "tools ended sometimes", "soon refused", "refused now", "refused after a step",
+         "an agent lost and resumed", "tools ended sometimes", "engines ended sometimes",
+         "another engine", "an engine that loads again", "engines keep ending, soon", "engines lost and resumed",
+         "the learner lost and resumed", "soon refused", "refused now", "refused after a step",
          "refused in a queue", "soon not created", "another engine is not created", "not created in training",
          "nothing is created"],
 )  # fmt: skip

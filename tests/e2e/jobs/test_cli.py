@@ -22,7 +22,7 @@ def is_published(job: Object) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_job_is_shown_and_suspended_by_the_program(installation: Installation) -> None:
+def test_a_job_is_shown_and_suspended_by_the_program(installation: Installation, tmp_path: Path) -> None:
     cluster, store = installation.cluster, installation.store
 
     def kestrl(*arguments: str, code: int = 0, program: str = "kestrl") -> str:
@@ -43,6 +43,10 @@ def test_a_job_is_shown_and_suspended_by_the_program(installation: Installation)
         assert any(line.split()[:2] == ["Accepted", "True"] for line in lines)
         assert f"[pod/{NAME}-learner-0/learner]" in kestrl("logs", NAME, "-c", "learner", "-n", "5")
         assert len(kestrl("episodes", NAME, "--step", "1").splitlines()) == 16
+        exported = tmp_path / "adapter"
+        assert f"-> {exported}" in kestrl("export", NAME, "--step", "1", "--out", str(exported))
+        assert (exported / "adapter_model.safetensors").stat().st_size
+        assert "pages in" in kestrl("ui", NAME, "--export", str(tmp_path / "pages"))
         assert "finishes its step" in kestrl("suspend", NAME, program="kubectl-kestrl")
         installation.wait(NAME, namespace, is_true("Suspended"), 240)
         assert kestrl("status", NAME).startswith(f"{NAME}  phase Suspended")

@@ -112,11 +112,29 @@ def export(
 
     A run of `kestrl sft` is named by its folder, NAME-sft.
     """
+    export_run(lambda: trained_run(runs, run_id), out, step=step, merge=merge, push=push)
+
+
+def export_run(
+    find: Callable[[], TrainedRun], out: Path | None, *, step: int | None, merge: bool, push: str | None
+) -> None:
+    """Exports an adapter or the model of a run into a folder, to the Hub, or both.
+
+    Args:
+        find: Finds the run, once the other arguments are seen to be right.
+        out: The folder to create.
+        step: Step of the adapter; None for the newest.
+        merge: Whether the adapter is merged into the base model.
+        push: Address of a repository.
+
+    Raises:
+        UserInputError: An argument is wrong, or the run has nothing to export.
+    """
     if out is None and push is None:
         raise UserInputError("--out: name a folder to create, or a repository with --push hf://ORG/NAME")
     if out is not None and out.exists():
         raise UserInputError(f"--out: {out} exists already; name a new folder")
-    trained = trained_run(runs, run_id)
+    trained = find()
     repository = None if push is None else _repository(push)
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrl-export-"))) / "exported"

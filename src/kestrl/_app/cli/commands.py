@@ -20,7 +20,7 @@ COMMANDS_GROUP = "kestrl.commands"
 EXTRAS = {"demo-model": "email", "email": "email", "sandbox": "local"}
 """Extras of kestrl that bring a command of another distribution."""
 
-ON_CLUSTER = ("status", "logs", "episodes", "suspend", "resume")
+ON_CLUSTER = ("status", "logs", "episodes", "ui", "export", "suspend", "resume")
 """Commands for jobs of a cluster."""
 
 

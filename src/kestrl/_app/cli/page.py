@@ -33,6 +33,15 @@ def ui(
     runs: Runs = DEFAULT_RUNS,
 ) -> None:
     """Show runs, steps and episodes in a browser: why an episode failed, beside one that did not."""
+    show(target, runs, port=port, read_only=read_only, export=export)
+
+
+def show(target: str | None, runs: Path, *, port: int, read_only: bool, export: Path | None) -> None:
+    """Serves the page until it is interrupted, or writes it into a folder.
+
+    Raises:
+        UserInputError: There is no such run, or a package is missing.
+    """
     library, labels = _library(runs, target)
     try:
         from kestrl._app.page.export import export_pages

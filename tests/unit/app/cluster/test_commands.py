@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.stored_runs import make_group
 from tests.program import run_program
 from typer import Context
 
 from kestrl._app.cli.commands import ON_CLUSTER, Commands
 from kestrl._app.cluster.kubectl import ClusterRefused, refusal
 from kestrl._app.cluster.printing import run_address, status_lines, suspension_line
+from kestrl.episode import Purpose
 from kestrl.errors import UserInputError
+from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
+from kestrl.storage.adapters import WEIGHTS, digest
+from kestrl.storage.episodes import EpisodeBatch, ObjectEpisodeStore
 
 STATUS = {
     "shown": {"phase": "Degraded", "step": "3/9", "policy": "v3", "reason": "OOMKilled: job-inference-0"},
@@ -55,6 +60,43 @@ def test_a_job_is_suspended_and_resumed(kubectl: Path) -> None:
     printed("-n", "team-a", "resume", "job")
     patches = [line.partition("--patch=")[2].partition(" --output")[0] for line in kubectl.read_text().splitlines()]
     assert [json.loads(patch) for patch in patches] == [{"spec": {"suspend": True}}, {"spec": {"suspend": False}}]
+
+
+@pytest.fixture
+def stored(kubectl: Path, tmp_path: Path) -> Path:
+    """The folder of the job's run, which has a group and the adapter of step 1."""
+    folder = tmp_path / "store" / "job-1"
+    store = open_store(folder.as_uri())
+    ObjectEpisodeStore(store).append(EpisodeBatch(purpose=Purpose.TRAIN, step=1, stored=[make_group("job-1/1")]))
+    files = {WEIGHTS: b"weights", "adapter_config.json": b"{}"}
+    adapter = AdapterManifest(
+        job="job",
+        step=1,
+        sha256=digest(b"weights"),
+        files={name: digest(content) for name, content in files.items()},
+        base_model="/m",
+        rank=8,
+        alpha=16,
+        targets=("q_proj",),
+        parent=None,
+        probe=Probe(token_ids=(1,), logprobs=(), base_logprobs=()),
+    )
+    publish_adapter(store, files, adapter)
+    spec = {"model": {"base": "pvc://models/base"}, "data": {"train": {"uri": "s3://data/train.jsonl"}}}
+    status = {"policy": {"uri": f"{folder.as_uri()}/adapters/000001-abc"}}
+    kubectl.with_name("job.json").write_text(json.dumps({**JOB, "spec": spec, "status": status}))
+    return folder
+
+
+def test_the_page_and_the_adapter_of_a_job_come_from_its_folder_in_storage(stored: Path, tmp_path: Path) -> None:
+    pages, adapter = tmp_path / "pages", tmp_path / "adapter"
+    assert "pages in" in printed("-n", "team-a", "ui", "job", "--export", str(pages))
+    assert "shelf" in "".join(path.read_text() for path in pages.rglob("*.html"))
+    assert f"-> {adapter}" in printed("-n", "team-a", "export", "job", "--out", str(adapter))
+    assert (adapter / WEIGHTS).read_bytes() == b"weights"
+    assert "exists already" in printed("-n", "team-a", "export", "job", "--out", str(adapter), code=2)
+    merged = printed("-n", "team-a", "export", "job", "--out", str(tmp_path / "merged"), "--merge", code=2)
+    assert "spec.model.base" in merged, "a claim of the cluster is not here"
 
 
 def test_what_only_a_machine_has_is_refused_with_what_there_is() -> None:

@@ -106,6 +106,12 @@ def build_distributions(out: Path) -> None:
     run(UV, "build", "--all-packages", "--quiet", "--out-dir", out)
 
 
+def package_chart(out: Path) -> None:
+    """The chart as `helm push` takes it."""
+    out.mkdir(parents=True, exist_ok=True)
+    run(find_helm(), "package", CHART, "--destination", out)
+
+
 def build(out: Path) -> None:
     """Every file of a release, and their digests."""
     out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,7 @@ def build(out: Path) -> None:
         raise NotReleasable(f"{out} is not empty: it has {left[0]}; remove it, or name another by --out")
     build_distributions(out)
     (out / ".gitignore").unlink(missing_ok=True)  # uv's, for a folder within a repository
-    run(find_helm(), "package", CHART, "--destination", out)
+    package_chart(out)
     version = versions(ROOT)["pyproject.toml"]
     lock = ("export", "--frozen", "--all-packages", "--all-extras", "--no-default-groups", "--format", "cyclonedx1.5")
     run(UV, *lock, "--quiet", "--output-file", out / f"kestrl-{version}.cdx.json")
@@ -126,11 +132,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="release.py", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="an empty folder (default: dist)")
     parser.add_argument("--dry-run", action="store_true", help="build from a tree that is not ready")
-    parser.add_argument("--distributions", action="store_true", help="wheels and sdists only")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--distributions", action="store_true", help="wheels and sdists only")
+    only.add_argument("--chart", action="store_true", help="the chart only")
     arguments = parser.parse_args()
     try:
         if arguments.distributions:
             build_distributions(arguments.out)
+            return 0
+        if arguments.chart:
+            package_chart(arguments.out)
             return 0
         why = [*obstacles(ROOT), *changed_files()]
         for line in why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tests.fakes.s3 import SECRET_KEY, S3Server
 from . import judge_model
 from .cluster import objects
 from .cluster.client import Cluster
-from .cluster.commands import eventually
+from .cluster.commands import eventually, run
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kestrl"
@@ -28,6 +29,8 @@ CRDS = sorted((CHART / "files").glob("*.kestrl.dev.yaml"))
 QUICKSTART = ROOT / "examples" / "email-search" / "quickstart.yaml"
 SYSTEM = "kestrl-system"
 RELEASE = "kestrl"
+TEAM = "example.dev/team"
+"""Label of all objects of the release."""
 BUCKET = "runs"
 STORE_SECRET = "runs-credentials"
 JOB = "agentrljobs.kestrl.dev"
@@ -77,6 +80,8 @@ class Installation:
     cluster: Cluster
     store: S3Server
     bucket: S3Store
+    chart: Path
+    """The chart's archive, as a release has it."""
     values: Path
     """File with the chart's values."""
 
@@ -90,7 +95,7 @@ class Installation:
             "--take-ownership",
             "--force-conflicts",
         ]
-        self.cluster.helm("upgrade", "--install", RELEASE, str(CHART), *options)
+        self.cluster.helm("upgrade", "--install", RELEASE, str(self.chart), *options)
 
     def uninstall(self) -> None:
         self.cluster.helm("uninstall", RELEASE, f"--namespace={SYSTEM}", "--ignore-not-found", "--wait")
@@ -211,14 +216,45 @@ def values(cluster: Cluster, store: S3Server) -> Object:
     }
 
 
-def install(cluster: Cluster, store: S3Server, folder: Path) -> Installation:
-    """An installation that stays."""
+def full_values(cluster: Cluster, store: S3Server) -> Object:
+    """These values and those that concern all objects: names of images begin with a registry that does not exist, which
+    `global.registry` replaces.
+    """
+    registry = f"{cluster.image.partition('/')[0]}/"
+    mirrored = json.dumps(values(cluster, store)).replace(f'"{registry}', '"registry.invalid/')
+    chart_values: Object = json.loads(mirrored)
+    chart_values["operator"]["logs"] = {"format": "json"}
+    notes = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-notes"}}
+    return {
+        **chart_values,
+        "global": {"registry": registry},
+        "commonLabels": {TEAM: "platform"},
+        "extraObjects": [notes],
+    }
+
+
+def packaged_chart(cluster: Cluster, folder: Path) -> Path:
+    """The chart's archive, packaged as `make release` does."""
+    out = folder / f"chart-{uuid4().hex[:6]}"
+    run(
+        sys.executable,
+        ROOT / "scripts" / "release.py",
+        "--chart",
+        f"--out={out}",
+        env={"KESTRL_HELM": cluster.helm_program},
+    )
+    (chart,) = out.glob("kestrl-*.tgz")
+    return chart
+
+
+def install(cluster: Cluster, store: S3Server, folder: Path, chart_values: Object | None = None) -> Installation:
+    """An installation that stays; with `values`, unless others are named."""
     path = folder / f"values-{uuid4().hex[:6]}.json"
-    path.write_text(json.dumps(values(cluster, store)))
+    path.write_text(json.dumps(chart_values or values(cluster, store)))
     cluster.apply(
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM, "labels": {objects.LABEL: "true"}}}
     )
-    installation = Installation(cluster, store, store.create_bucket(BUCKET), path)
+    installation = Installation(cluster, store, store.create_bucket(BUCKET), packaged_chart(cluster, folder), path)
     installation.install()
     return installation
 
@@ -226,7 +262,7 @@ def install(cluster: Cluster, store: S3Server, folder: Path) -> Installation:
 @contextmanager
 def installed(cluster: Cluster, store: S3Server, folder: Path) -> Generator[Installation]:
     """An installation, which is uninstalled with the block."""
-    installation = install(cluster, store, folder)
+    installation = install(cluster, store, folder, full_values(cluster, store))
     try:
         yield installation
     finally:

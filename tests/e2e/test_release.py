@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from .cluster.client import Cluster
 from .cluster.commands import eventually
-from .installation import JOB, RELEASE, SYSTEM, Installation, at_step, credentials, is_true, small, stored
+from .installation import CRDS, JOB, RELEASE, SYSTEM, TEAM, Installation, at_step, credentials, is_true, small, stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 OURS = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/managed-by=Helm"
@@ -16,6 +18,21 @@ def test_helm_notes_name_the_next_steps_and_the_release_is_valid(installation: I
     notes = installation.cluster.helm("get", "notes", RELEASE, f"--namespace={SYSTEM}")
     assert "kubectl" in notes
     assert len(installation.operators()) == 2
+
+
+def test_the_release_has_the_labels_objects_and_log_of_its_values(installation: Installation) -> None:
+    cluster = installation.cluster
+    assert installation.cluster.get("configmap", f"{RELEASE}-notes", SYSTEM)
+    labelled = cluster.kubectl(
+        "get", "deployments,crds", f"--namespace={SYSTEM}", f"--selector={OURS},{TEAM}=platform", "--output=name"
+    )
+    crds = {f"customresourcedefinition.apiextensions.k8s.io/{path.stem}" for path in CRDS}
+    assert set(labelled.split()) == {f"deployment.apps/{RELEASE}-operator", *crds}
+    for pod in installation.operators():
+        assert pod["metadata"]["labels"][TEAM] == "platform"
+        lines = cluster.logs(pod["metadata"]["name"], SYSTEM).splitlines()
+        assert lines
+        assert all(json.loads(line).keys() >= {"time", "level", "logger", "message"} for line in lines)
 
 
 @pytest.mark.long

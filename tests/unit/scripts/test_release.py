@@ -65,6 +65,13 @@ def test_a_dry_run_builds_every_file_with_its_digest(tmp_path: Path, helm: str) 
     assert "is not empty" in again.stderr, "no file of another release is taken for one of this"
 
 
+def test_the_chart_alone_is_the_archive_that_the_tests_on_kubernetes_install(tmp_path: Path, helm: str) -> None:
+    out = tmp_path / "chart"
+    done = release(ROOT, "--chart", "--out", str(out), helm=helm)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in out.iterdir()] == ["kestrl-0.1.0.tgz"]
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What states the version of this checkout, as a tree that is ready."""

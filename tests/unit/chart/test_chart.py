@@ -131,7 +131,8 @@ def test_where_the_settings_say_it_listens_and_reads_the_pod_has_it(helm: Helm, 
     assert mounts.keys() == {"/etc/kestrl", "/etc/kestrl-key", "/tmp"}
     assert str(read.key_file) == "/etc/kestrl-key/key"
     assert volumes[mounts["/etc/kestrl-key"]]["secret"]["secretName"] == f"{NAME}-key"
-    assert {item["name"] for item in container["env"]} == {"POD_NAME", "POD_NAMESPACE"}
+    names = {item["name"] for item in container["env"]}
+    assert names == {"POD_NAME", "POD_NAMESPACE", "KESTRL_LOG_LEVEL", "KESTRL_LOG_FORMAT"}
 
 
 def test_a_change_of_the_settings_rolls_the_operator_and_nothing_else_does(helm: Helm) -> None:

@@ -152,7 +152,7 @@ def test_an_engine_joins_a_job_and_its_learner_goes_on(installation: Installatio
 @pytest.mark.timeout(1500)
 def test_engines_evicted_and_lost_amid_a_step_cost_no_scenario(installation: Installation) -> None:
     """As on nodes that are drained, and on spot nodes that go without notice: one of two engines by the eviction API,
-    then the other by force."""
+    the other by force, then the first by `kubectl drain`. Steps go on without it while its node is cordoned."""
     cluster = installation.cluster
     with installation.place("spot") as namespace:
         spec = {"data__train__size": 4000, "schedule__maxSteps": 1000, "inference__replicas": 2}
@@ -175,6 +175,15 @@ def test_engines_evicted_and_lost_amid_a_step_cost_no_scenario(installation: Ins
         lost("spot-inference-0", drain_of_both_nodes)
         force = ("--grace-period=0", "--force", f"--namespace={namespace}")
         lost("spot-inference-1", lambda: cluster.kubectl("delete", "pod", "spot-inference-1", *force))
+        node = cluster.get("pod", "spot-inference-0", namespace)["spec"]["nodeName"]
+        one = "--pod-selector=statefulset.kubernetes.io/pod-name=spot-inference-0"  # the only node has all other pods
+        try:
+            lost("spot-inference-0", lambda: cluster.kubectl("drain", node, one, "--delete-emptydir-data", seconds=300))
+            phase = cluster.get("pod", "spot-inference-0", namespace)["status"]["phase"]
+            assert phase == "Pending", "steps went on with the other engine"
+        finally:
+            cluster.kubectl("uncordon", node)
+        installation.wait("spot", namespace, lambda job: job["status"]["shown"]["converged"] == "2/2", 300)
         assert trained_once(installation, "spot")
         assert installation.job("spot", namespace)["status"].get("restarts", 0) == 0
 

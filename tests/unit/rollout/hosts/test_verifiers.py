@@ -229,4 +229,3 @@ async def test_an_environment_that_cannot_start_is_refused_by_its_field(
 ) -> None:
     with pytest.raises(UserInputError, match=rf"(?s)^environment\.verifiers: .*{message}"):
         await words(config, **settings)
-            assert isinstance(host, ProcessHost)

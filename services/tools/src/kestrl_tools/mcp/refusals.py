@@ -18,7 +18,7 @@ from kestrl.errors import ToolFailure
 
 UNAUTHORIZED = 401
 HANDSHAKE, LIST, CALL = "initialize", "tools/list", "tools/call"
-"""Methods of the protocol whose refusals are told apart."""
+"""Methods of the protocol whose refusals are counted separately."""
 
 
 class Refusals:

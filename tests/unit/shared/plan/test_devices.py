@@ -1,4 +1,4 @@
-"""Which devices of a machine the engines and the learner use, and what is said where they are too few."""
+"""The devices of a machine that engines and learner use, and what is reported where they are too few."""
 
 from __future__ import annotations
 

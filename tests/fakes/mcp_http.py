@@ -24,8 +24,9 @@ class McpHttpServer:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The answer to a POST."""
-        message = await request.json()
-        method, params = message["method"], message.get("params") or {}
+        message: dict[str, Any] = await request.json()
+        method: str = message["method"]
+        params: dict[str, Any] = message.get("params") or {}
         foreign = method == "tools/call" and params["name"] == "foreign"
         if request.headers.get("Authorization") != self.accepted or foreign:
             return self._answered(method, web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}))

@@ -12,30 +12,26 @@ from typing import Any
 
 from kestrl_operator import health, metrics
 from kestrl_operator.apiserver.client import Api, ApiProblem
-from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, SFT_JOB, Kind
+from kestrl_operator.apiserver.kinds import JOB, Kind
 from kestrl_operator.apiserver.leader_election import LeaderElection
 from kestrl_operator.config import OperatorConfig
-from kestrl_operator.controllers.controller import Controller
+from kestrl_operator.controllers.controller import Controller, JobQueue
 from kestrl_operator.controllers.installations import ClaimedJobs, Installations
 from kestrl_operator.controllers.job_events import JobEvents
 from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.controllers.reconcile import Reconciler
-from kestrl_operator.controllers.sft_reconcile import SFTReconciler, list_sft
-from kestrl_operator.controllers.workers import Workers
+from kestrl_operator.controllers.sft_controller import WATCHED as SFT_WATCHED
+from kestrl_operator.controllers.sft_controller import sft_controller
+from kestrl_operator.controllers.workers import ControllerWorkers
 from kestrl_operator.events import Events
 from kestrl_operator.preflight import preflight
-from kestrl_operator.state.jobs import Key
-from kestrl_operator.state.sft import SFTStore
 from kestrl_operator.state.store import Store
 from kestrl_operator.watch import streams as watch
 from kestrl_operator.watch.audit import Audit
 from kestrl_operator.watch.streams import WATCHED
 from kestrl_operator.work.work_record import WorkRecord
-from kestrl_operator.work.workqueue import Queue
 
 log = logging.getLogger(__name__)
-SFT_WORKERS = 2
-"""SFTJobs that are reconciled concurrently."""
 
 
 class Operator:
@@ -44,7 +40,7 @@ class Operator:
     def __init__(self, config: OperatorConfig, api: Api) -> None:
         self._config, self._api = config, api
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
-        store, queue = Store(), Queue[Key]()
+        store, queue = Store(), JobQueue()
         self._states = JobStates(queue.add)
         self._work_record = WorkRecord(config.work_file)
         events, lease = Events(api, self._identity), config.lease
@@ -57,27 +53,16 @@ class Operator:
         reconciler = Reconciler(api, store, self._states, events, config.jobs, config.key(), self._work_record)
         jobs = Controller(
             kind=JOB,
-            watched=frozenset(WATCHED) - {SFT_JOB, BATCH_JOB},
+            watched=frozenset(WATCHED) - SFT_WATCHED,
             store=store,
             take=JobEvents(store, self._states, queue.forgive, self._audit.received).take,
             reconciler=ClaimedJobs(self._installations, JOB, store, reconciler),
             workers=config.workers,
             queue=queue,
         )
-        self._sft_store = SFTStore()
-        sft_reconciler = SFTReconciler(
-            api, self._sft_store, events, config.jobs, self._work_record, lambda: store.nodes
-        )
-        self._sft = Controller(
-            kind=SFT_JOB,
-            watched=frozenset({SFT_JOB, BATCH_JOB}),
-            store=self._sft_store,
-            take=self._sft_store.take,
-            reconciler=ClaimedJobs(self._installations, SFT_JOB, self._sft_store, sft_reconciler),
-            workers=SFT_WORKERS,
-        )
-        self._store, self._controllers = store, (jobs, self._sft)
-        self._workers = Workers(metrics.pass_seconds())
+        sft = sft_controller(api, events, config, self._installations, self._work_record, lambda: store.nodes)
+        self._store, self._controllers = store, (jobs, sft)
+        self._workers = ControllerWorkers(metrics.pass_seconds())
         self._watch = watch.WatchThread(self._take, config.namespaces)
         self._election = LeaderElection(
             api,
@@ -132,8 +117,8 @@ class Operator:
     async def _keep_auditing(self, *, nodes: bool) -> None:
         while True:
             try:
-                for key in await list_sft(self._api, self._sft_store, self._config.namespaces):
-                    self._sft.queue.add(key)
+                for controller in self._controllers:
+                    await controller.add_missed()
                 await self._audit.once(nodes=nodes)
                 wait = self._config.audit_seconds
             except ApiProblem as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.work.workqueue import Queue
 
 Object = Mapping[str, Any]
+JobQueue = Queue[Key]
 Take = Callable[[Kind, Object, bool], Key | None]
 """Stores an object of an event, deleted or not; returns the job that needs a pass, if any does."""
 
@@ -28,11 +29,22 @@ class Controller:
     reconciler: ClaimedJobs
     workers: int
     """Jobs that are reconciled at the same time."""
-    queue: Queue[Key] = field(default_factory=Queue[Key])
+    queue: JobQueue = field(default_factory=JobQueue)
+    list_missed: Callable[[], Awaitable[Collection[Key]]] | None = None
+    """Lists the jobs and returns those of which the streams missed something; None where the audit does."""
 
     def receive(self, kind: Kind, body: Object, deleted: bool) -> None:
         """Handles an event of a watch stream, if it is of a watched kind."""
         if kind in self.watched and (key := self.take(kind, body, deleted)) is not None:
+            self.queue.add(key)
+
+    async def add_missed(self) -> None:
+        """Queues the jobs of which the streams missed something.
+
+        Raises:
+            ApiProblem: The API server does not answer.
+        """
+        for key in () if self.list_missed is None else await self.list_missed():
             self.queue.add(key)
 
     def add_all(self) -> None:

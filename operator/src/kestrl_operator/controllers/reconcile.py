@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Role
@@ -28,7 +28,6 @@ from kestrl_operator.controllers.status_writer import StatusWriter
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
 from kestrl_operator.state.cluster import GRPC_PORT, Cluster, workload
-from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot, seconds_of
 from kestrl_operator.state.store import OwnedObject, Store
 from kestrl_operator.status.build import status_of
@@ -36,6 +35,9 @@ from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.lifecycle import Decision, Stage, decide
 from kestrl_operator.work import quarantine
 from kestrl_operator.work.work_record import WorkRecord
+
+if TYPE_CHECKING:
+    from kestrl_operator.state.jobs import Key
 
 log = logging.getLogger(__name__)
 RECHECK_SECONDS = 60.0

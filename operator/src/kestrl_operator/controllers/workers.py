@@ -23,7 +23,7 @@ REPORT_AFTER_FAILURES = 3
 """Consecutive failed passes of a job before its status reports them; fewer are considered transient."""
 
 
-class Workers:
+class ControllerWorkers:
     """The workers.
 
     Args:

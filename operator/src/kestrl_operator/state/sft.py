@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from kestrl._shared.spec.sft import SFT_KIND
 from kestrl._shared.spec.status import ResultStatus
-from kestrl_operator.apiserver.kinds import SFT_JOB, Kind
 from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import ended, unstartable
 from kestrl_operator.state.snapshot import STORAGE, ContainerEnd, seconds_of
@@ -70,10 +69,6 @@ class SFTStore(JobObjects):
         super().__init__()
         self._batches: dict[str, tuple[Key, Object]] = {}
         """Jobs by uid."""
-
-    def take(self, kind: Kind, body: Object, deleted: bool) -> Key | None:
-        """Stores an SFTJob or a Job; returns the key of the SFTJob concerned."""
-        return self.job(body, deleted=deleted) if kind == SFT_JOB else self.batch(body, deleted=deleted)
 
     def batch(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Job; returns the key of its SFTJob."""

@@ -102,7 +102,7 @@ class Running:
 
     def sft_jobs(self) -> set[str]:
         """Names of the SFTJobs in its store."""
-        return {key.name for key in self.operator._sft_store.jobs}
+        return {key.name for key in self.operator._controllers[1].store.jobs}
 
     def has_nothing_to_do(self, cluster: FakeKubernetes, learners: Mapping[str, FakeLearner], *, leads: bool) -> bool:
         """Whether everything that happened was delivered and, if it leads, processed, and no pass is due soon."""

@@ -209,6 +209,7 @@ async def test_it_passes_the_conformance_suite(tmp_path: Path, monkeypatch: pyte
     @asynccontextmanager
     async def opened() -> AsyncGenerator[Adapter]:
         async with opened_environment_host(settings, (str(DATA),)) as host:
+            assert isinstance(host, ProcessHost)
             yield Adapter(host)
 
     await check_environment_runs(

@@ -20,6 +20,7 @@ from kestrl.rewards.builtin import (
     overlong,
     tool_format,
 )
+from kestrl.tools.shapes import is_mapping
 
 
 class RewardConfig(BaseModel):
@@ -50,7 +51,7 @@ def _weight(argument: object) -> object:
 
 
 def _weights(argument: object) -> object:
-    if not isinstance(argument, dict):
+    if not is_mapping(argument):
         raise ValueError("must be an object with a number for each part of the environment's reward")
     return argument
 

@@ -83,7 +83,7 @@ def unknown_tools(rows: Sequence[DataRow], names: Sequence[str]) -> Iterator[str
 
 def without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -> Iterator[str]:
     """Problems for rows without a ground truth where a built-in reward compares with it."""
-    comparing = next((rule for rule in rules if rule in REWARDS and REWARDS[rule].compares), None)
+    comparing = next((rule for rule in rules if rule is not None and rule in REWARDS and REWARDS[rule].compares), None)
     for row in rows:
         if comparing is not None and row.scenario.ground_truth is None:
             yield f"{row.place}: ground_truth: is null or missing, and the reward {comparing} compares with it"

@@ -74,7 +74,7 @@ def _built_in(name: str, config: Mapping[str, Any] | None = None) -> LoadedLoop:
     """
     loop = REGISTRY[name]
     target: Any = load(loop.implementation, field=FIELD)
-    run: Loop = target(**config or {}).run if inspect.isclass(target) else target
+    run: Loop = target if loop.config is None else target(**config or {}).run
     return LoadedLoop(run=run, name=name, built_in=True, uses_tools=loop.uses_tools, reads_calls=loop.uses_tools)
 
 

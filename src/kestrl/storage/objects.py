@@ -263,7 +263,7 @@ class ObjectStore:
     def folder(self, prefix: str = "") -> FolderListing:
         """What lies directly in the folder `prefix`; empty for one that does not exist."""
         try:
-            listing = obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None)
+            listing = obstore.list_with_delimiter(self._store, prefix.rstrip("/") or None)  # pyright: ignore[reportUnknownMemberType] - as in `list`
         except (BaseError, OSError) as error:
             raise self._refused("list", prefix, error) from error
         return FolderListing(

@@ -72,7 +72,7 @@ async def test_a_group_is_a_trace_and_the_advantages_of_its_step_are_in_it(
         episode.id: {
             "kestrl.step": 1,
             "kestrl.reward": episode.reward,
-            "kestrl.advantage": max(map(abs, tokens.advantages)),
+            "kestrl.advantage": max(abs(advantage) for advantage in tokens.advantages),
         }
         for tokens, episode in firsts
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from kestrl._app.episodes.places import EpisodePlace
@@ -85,9 +86,9 @@ class AddressedRuns(Library):
         if not names:
             return []
         with ThreadPoolExecutor(LISTERS) as threads:
-            return list(threads.map(lambda name: self._listed_one(name, now), names))
+            return list(threads.map(partial(self._listed_one, now), names))
 
-    def _listed_one(self, name: str, now: float) -> RunFolder:
+    def _listed_one(self, now: float, name: str) -> RunFolder:
         try:
             listing = self._store.folder(name)
         except KestrlError:  # it is shown, and its facts say why it cannot be read

@@ -555,6 +555,9 @@ def test_a_value_that_there_is_not_is_refused_by_its_name(helm: Helm, wrong: dic
 
 
 OTHERS: dict[str, Any] = {
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notes"}}],
+    "operator.logs.level": "DEBUG",
+    "operator.logs.format": "json",
     "namespaces": ["a"],
     "jobs.images.pullPolicy": "Always",
     "jobs.images.pullSecrets": ["s"],

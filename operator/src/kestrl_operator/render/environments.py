@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from kestrl._shared.plan.environments import LAUNCHER
-from kestrl._shared.spec.environments import Environment
+from kestrl._shared.plan.components import Role
+from kestrl._shared.plan.environments import LAUNCHER, stepped_environment
+from kestrl._shared.spec.job import JobSpec
 from kestrl_operator.render.pods import CONTAINER_SECURITY, Object
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.cluster import HOME, PACKAGES, Cluster
@@ -23,16 +24,13 @@ SHARED: Object = {"name": CONTAINER, "mountPath": FOLDER}
 PROGRAM = f"{PACKAGES}/kestrl_tools/process/launcher.py"
 
 
-def with_environment(template: Object, environment: Environment, cluster: Cluster) -> Object:
-    """The pod template of the tool service with the container of an environment.
-
-    Args:
-        template: The template.
-        environment: The environment, which has an image.
-        cluster: The administrator's settings.
-    """
-    spec = template["spec"]
-    (service,) = spec["containers"]
+def with_environment(template: Object, role: Role, spec: JobSpec, cluster: Cluster) -> Object:
+    """The pods of a role; those of the tool service with the container of an environment that is stepped."""
+    environment = stepped_environment(spec)
+    if role is not Role.TOOLS or environment is None:
+        return template
+    pods = template["spec"]
+    (service,) = pods["containers"]
     beside: Object = {
         "name": CONTAINER,
         "image": environment.image,
@@ -56,5 +54,5 @@ def with_environment(template: Object, environment: Environment, cluster: Cluste
     }
     volumes: list[Object] = [{"name": name, "emptyDir": {}} for name in (CONTAINER, "environment-tmp")]
     sharing = {**service, "volumeMounts": [*service["volumeMounts"], SHARED]}
-    extended: Object = {**spec, "containers": [sharing, beside], "volumes": [*spec["volumes"], *volumes]}
+    extended: Object = {**pods, "containers": [sharing, beside], "volumes": [*pods["volumes"], *volumes]}
     return {**template, "spec": extended}

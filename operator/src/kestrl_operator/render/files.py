@@ -10,7 +10,7 @@ from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.prepare import FileSource
-from kestrl._shared.spec.job import DataFile, JobSpec
+from kestrl._shared.spec.job import AgentRLJob, DataFile, JobSpec
 from kestrl._shared.spec.scalars import PinnedFile
 from kestrl_operator.render import network
 from kestrl_operator.state.cluster import FILES, Cluster, placed_file, workload
@@ -58,18 +58,20 @@ def claims(spec: JobSpec, role: Role, cluster: Cluster) -> Object:
     }
 
 
-def with_files(template: Object, job: str, role: Role) -> Object:
-    """The pods that fetch the files, or those of the tools, with the volume and near each other."""
+def with_files(template: Object, role: Role, job: AgentRLJob) -> Object:
+    """The pods of a role; those that fetch files, and those of the tools, with the volume and near each other."""
+    if role not in {Role.FILES, Role.TOOLS} or not job.spec.data.files:
+        return template
     fetches = role is Role.FILES
     spec: Object = dict(template["spec"])
     mounted = {"name": VOLUME, "mountPath": FILES, **({} if fetches else {"readOnly": True})}
     for kind in ("initContainers", "containers"):
         spec[kind] = [{**container, "volumeMounts": [*container["volumeMounts"], mounted]} for container in spec[kind]]
     if not fetches:
-        claim_source = {"claimName": f"{VOLUME}-{workload(job, Role.FILES)}-0", "readOnly": True}
+        claim_source = {"claimName": f"{VOLUME}-{workload(job.metadata.name, Role.FILES)}-0", "readOnly": True}
         spec["volumes"] = [*spec["volumes"], {"name": VOLUME, "persistentVolumeClaim": claim_source}]
     other = Role.TOOLS if fetches else Role.FILES
-    term = {"labelSelector": {"matchLabels": network.selector(job, other)}, "topologyKey": NODE}
+    term = {"labelSelector": {"matchLabels": network.selector(job.metadata.name, other)}, "topologyKey": NODE}
     affinity: Object = dict(spec.get("affinity") or {})
     # Where tools hold the volume on a node already, another node cannot have it.
     wish = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}

@@ -14,8 +14,7 @@ from kestrl._shared.plan.environments import stepped_environment
 from kestrl._shared.plan.planning import has_rank_pods
 from kestrl._shared.plan.tools import sandbox_claim
 from kestrl._shared.prepare import OBJECT_SCHEMES, DataSource, PrepareSettings
-from kestrl._shared.spec import AgentRLJob
-from kestrl._shared.spec.job import API_VERSION
+from kestrl._shared.spec.job import API_VERSION, AgentRLJob
 from kestrl_operator.render import network
 from kestrl_operator.render.environments import PACKAGED, with_environment
 from kestrl_operator.render.files import claims, file_sources, with_files
@@ -296,11 +295,8 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
         claims_sandboxes=role is Role.TOOLS and sandbox_claim(inputs.job.spec) is not None,
         grace=grace_seconds(inputs.job.spec, role),
     )
-    environment = stepped_environment(inputs.job.spec)
-    if role is Role.TOOLS and environment is not None:
-        pods = with_environment(pods, environment, inputs.cluster)
-    if role in {Role.FILES, Role.TOOLS} and inputs.job.spec.data.files:
-        pods = with_files(pods, inputs.name, role)
+    pods = with_environment(pods, role, inputs.job.spec, inputs.cluster)
+    pods = with_files(pods, role, inputs.job)
     pods = with_tracking(pods, role, inputs.job.spec)
     if inputs.identity is not None and uses_storage(inputs.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]

@@ -18,8 +18,7 @@ from kestrl._shared.plan.servers import METADATA
 from kestrl._shared.plan.settings.common import DNS, SettingsModel
 from kestrl._shared.plan.site import Build, EngineService, ReplicaEndpoint, Site
 from kestrl._shared.plan.tools import runtime_class
-from kestrl._shared.spec import AgentRLJob
-from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.job import AgentRLJob, JobSpec
 from kestrl._shared.spec.scalars import Name, PinnedFile
 from kestrl._shared.spec.sft import SFTJob
 from kestrl._shared.spec.tools import Network
@@ -372,10 +371,9 @@ def site_of(
     def endpoint(role: Role, index: int) -> ReplicaEndpoint:
         by_pod = role in {Role.ENGINE, Role.INFERENCE, Role.LEARNER}
         host = f"{workload(name, role)}-{index}.{service(role)}" if by_pod else service(role)
-        if role is Role.AGENT:
-            return ReplicaEndpoint(bind="0.0.0.0", host=host, port=AGENT_PORT)  # noqa: S104 - NetworkPolicy protects it
-        if role is Role.ENGINE:
-            return ReplicaEndpoint(bind="0.0.0.0", host=host, port=HTTP_PORT)  # noqa: S104 - NetworkPolicy and keys protect it
+        if role in {Role.AGENT, Role.ENGINE}:
+            port = AGENT_PORT if role is Role.AGENT else HTTP_PORT
+            return ReplicaEndpoint(bind="0.0.0.0", host=host, port=port)  # noqa: S104 - NetworkPolicy and keys protect it
         return ReplicaEndpoint(bind="0.0.0.0", host=host, port=GRPC_PORT, metrics_port=METRICS_PORT)  # noqa: S104 - as above
 
     template = job.spec.agent.template

@@ -82,7 +82,7 @@ def _plays(
     assert isinstance(tools, ToolsSettings)
     seconds = START_SECONDS + (0.0 if spec.environment is None else spec.environment.start_timeout)
     seconds += rows * PLAYS * spec.rollout.deadlines.tool
-    return _facts(
+    played: Sequence[dict[str, Any]] = _facts(
         ask(
             "kestrl_tools.check.plays",
             PlaysCheck(tools=tools, data=data, rows=rows),
@@ -91,6 +91,7 @@ def _plays(
             variables=Secrets(job, base).tools(),
         )
     )["rows"]
+    return played
 
 
 def _runs(

@@ -3,7 +3,7 @@
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS build
-ARG UV=0.13.8
+ARG UV=0.13.9
 RUN python3 -m venv /uv && /uv/bin/pip install --no-cache-dir uv==${UV}
 ENV UV_PROJECT_ENVIRONMENT=/opt/kestrl UV_PYTHON=python3.11 UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy \
     UV_COMPILE_BYTECODE=1 UV_NO_CACHE=1 UV_SYSTEM_CERTS=1

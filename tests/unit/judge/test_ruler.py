@@ -462,10 +462,10 @@ async def test_a_key_that_is_not_replaced_in_time_is_no_timeout(monkeypatch: pyt
         keyed = entry.judges[0].model_copy(update={"key_variable": "KESTRL_JUDGE_KEY_0"})
         scorer = RulerScorer(entry.model_copy(update={"judges": (keyed,)}), salt="run")
         await scorer.open()
-        await scorer.score(group("4", "5"), max_turns=5)
+        await score(scorer, group("4", "5"))
         accepted[0] = "sk-new-key"
         monkeypatch.setattr(client, "pause_before", end_of_time)
-        refused = await scorer.score(group("6", "7"), max_turns=5)
+        refused = await score(scorer, group("6", "7"))
         await scorer.close()
     assert_waited_for(refused.verdicts.values())
 

@@ -558,6 +558,8 @@ OTHERS: dict[str, Any] = {
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "notes"}}],
     "operator.logs.level": "DEBUG",
     "operator.logs.format": "json",
+    "page.namespaces": [{"namespace": "b", "uri": "s3://b"}],
+    "page.resources.limits.memory": "2Gi",
     "namespaces": ["a"],
     "jobs.images.pullPolicy": "Always",
     "jobs.images.pullSecrets": ["s"],
@@ -594,6 +596,9 @@ OTHERS: dict[str, Any] = {
 """Another value, where the default does not tell one."""
 
 
+PAGE = {"namespace": "a", "uri": "s3://a"}
+
+
 def leaves(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -618,7 +623,9 @@ def another(path: str, value: Any) -> Any:
 @pytest.mark.timeout(300)
 def test_every_value_changes_something(helm: Helm) -> None:
     def made(path: str, value: Any) -> list[dict[str, Any]]:
-        objects = helm.render(nested(path, value), *PROMETHEUS)
+        values = nested(path, value)
+        values["page"] = {"namespaces": [PAGE], **values.get("page", {})}  # without one its other values say nothing
+        objects = helm.render(values, *PROMETHEUS)
         for secret in objects.of("Secret").values():
             secret["data"] = "random"
         return list(objects)

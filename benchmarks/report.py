@@ -50,5 +50,9 @@ def print_row(row: Row, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(row), "ratio": row.ratio}), flush=True)
         return
-    beside = f"   {row.ratio:.2f} x {row.against} ({row.reference:.4g})" if row.ratio is not None else ""
+    beside = ""
+    if row.ratio is not None:
+        beside = f"   {row.ratio:.2f} x {row.against} ({row.reference:.4g})"
+    elif row.reference is not None:
+        beside = f"   {row.against} {row.reference:.4g}"
     print(f"{row.name:<58} {row.value:>10.4g} {row.unit}{beside}", flush=True)

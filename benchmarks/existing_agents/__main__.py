@@ -16,20 +16,17 @@ five on two idle cores; the frameworks are installed by uv when first needed. `-
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from benchmarks.report import Row, print_row
+from benchmarks.job_runs import Curve, kestrl, trained
+from benchmarks.report import print_row
 
 AGENTS: Mapping[str, Mapping[str, Any]] = {
     "loop": {},
@@ -41,8 +38,6 @@ AGENTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FIGURES = ("reward", "sampled_reward", "answer_correct", "sampled_answer_correct")
-"""Figures on held-out questions; `sampled_` is at the training temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +92,14 @@ class Choice:
     runs: Path
 
 
-def kestrl(*arguments: str | Path) -> str:
-    command = [sys.executable, "-m", "kestrl._app.cli.main", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    return done.stdout
-
-
 @cache
 def adapter_of(sft: Path, runs: Path) -> str:
     """The address of the adapter of an SFT job."""
     return kestrl("sft", sft, "--runs", runs).splitlines()[-1]
 
 
-def curve(choice: Choice, agent: str, seed: int) -> tuple[Mapping[str, Any], list[float]]:
-    """The summary of a run, and the mean reward of each step."""
+def curve(choice: Choice, agent: str, seed: int) -> Curve:
+    """The figures of a run."""
     task = TASKS[choice.task]
     folder = choice.runs / f"{choice.task}-{agent}-{seed}"
     job = task.job(folder)
@@ -133,25 +120,7 @@ def curve(choice: Choice, agent: str, seed: int) -> tuple[Mapping[str, Any], lis
     if task.sft is not None:
         spec["model"]["adapter"]["from"] = choice.adapter or adapter_of(task.sft, choice.runs / f"{choice.task}-sft")
     job.write_text(yaml.safe_dump(document), encoding="utf-8")
-    kestrl("run", job, "--runs", folder / "runs")
-    (summary,) = (folder / "runs").glob("*/summary.json")
-    records = [json.loads(path.read_bytes()) for path in sorted((summary.parent / "metrics").glob("*.json"))]
-    return json.loads(summary.read_bytes()), [record["reward"] for record in records if "reward" in record]
-
-
-def measure(choice: Choice, agents: list[str], seeds: list[int]) -> Iterator[tuple[list[Row], list[float]]]:
-    """The held-out figures after each run, beside those before it, and the rewards of its steps."""
-    for seed in seeds:
-        for agent in agents:
-            summary, rewards = curve(choice, agent, seed)
-            at = f"existing_agents/{choice.task}/{agent}/seed_{seed}"
-            before, after = summary["before"], summary["after"]
-            rows = [
-                Row(name=f"{at}/{name}", value=after[name], unit="1", reference=before[name], against="before")
-                for name in FIGURES
-                if name in before
-            ]
-            yield rows, rewards
+    return trained(job, folder / "runs")
 
 
 def run() -> None:
@@ -169,11 +138,13 @@ def run() -> None:
         runs = (options.runs or Path(place)).resolve()
         runs.mkdir(parents=True, exist_ok=True)
         choice = Choice(options.task, options.steps, options.adapter, runs)
-        for rows, rewards in measure(choice, options.agents.split(","), seeds):
-            for row in rows:
-                print_row(row, as_json=options.json)
-            if not options.json:
-                print("  by step: " + " ".join(f"{reward:.2f}" for reward in rewards), flush=True)
+        for seed in seeds:
+            for agent in options.agents.split(","):
+                figures = curve(choice, agent, seed)
+                for row in figures.rows(f"existing_agents/{choice.task}/{agent}/seed_{seed}"):
+                    print_row(row, as_json=options.json)
+                if not options.json:
+                    print(figures, flush=True)
 
 
 if __name__ == "__main__":

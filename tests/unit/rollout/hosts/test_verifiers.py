@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.ports import free_port
 
 from kestrl._app.interpreters.listing import listed_rows
-from kestrl._shared.plan.settings.rollout import OutsideEnvironment
+from kestrl._shared.plan.settings.rollout import AgentPodSettings, OutsideEnvironment
+from kestrl._shared.prepare import PrepareSettings, prepare
 from kestrl._shared.spec.environments import NAME
 from kestrl.episode import Scenario, StopReason
 from kestrl.errors import Boundary, UserInputError
@@ -179,6 +181,49 @@ async def test_a_killed_host_leaves_no_work_folder(words: Any, tmp_path: Path, m
     assert first not in work_folders()
     assert len(work_folders()) == 1
     assert not (tmp_path / ".cache" / "verifiers" / "runtimes" / "subprocess").exists()
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncGenerator[str]:
+    """URL of the program of a pod whose image has `word_tasks` in its working directory, and nothing of KestRL."""
+    packages, url = tmp_path / "packages", f"http://127.0.0.1:{free_port()}"
+    prepare(PrepareSettings(packages=("kestrl", "kestrl_rollout"), packages_target=str(packages)))
+    settings = AgentPodSettings(
+        component="agent-0",
+        job="job",
+        run="job-1",
+        listen=url.removeprefix("http://"),
+        environment=OutsideEnvironment.model_validate(word_environment(python=None)),
+        capacity=4,
+    )
+    (tmp_path / "agent.json").write_text(settings.model_dump_json(), encoding="utf-8")
+    program = packages / "kestrl_rollout" / "hosts" / "pod_program.py"
+    process = await asyncio.create_subprocess_exec(
+        PYTHON,
+        str(program),
+        "--settings",
+        str(tmp_path / "agent.json"),
+        cwd=DATA,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+    )
+    yield url
+    process.terminate()
+    assert await process.wait() == 0
+    assert not list((tmp_path / ".cache" / "kestrl" / "verifiers").glob("host-*"))
+
+
+async def test_a_pod_plays_episodes_as_the_process_beside_a_worker_does(pod: str, make_stage: Any) -> None:
+    stage = await make_stage(environment=word_environment(python=None, pods=pod))
+    stage.says("lamp")
+    (earned,) = (await stage.run(scenario=row(), size=1)).episodes
+    assert earned.failure is None
+    assert earned.environments[NAME]["get_reward"] == {"right": 1.0, "short": 1.0}
+    for trick, code in {"reward raises": "not_ok", "dies": "process_died"}.items():
+        failure = (await stage.episode(scenario=row(task={"trick": trick}))).failure
+        assert failure is not None
+        assert (failure.boundary, failure.code) == (Boundary.ENVIRONMENT, code)
+        assert failure.retryable == (code == "process_died")
+    assert (await stage.episode(scenario=row())).failure is None
 
 
 class Adapter:

@@ -25,7 +25,7 @@ LISTERS = 16
 class RunFolder(NamedTuple):
     """What is known of a folder of the address."""
 
-    seen: float
+    listed_at: float
     """When it was listed, by the monotonic clock."""
     is_run: bool
     at: float
@@ -48,15 +48,15 @@ class AddressedRuns(Library):
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._known: dict[str, RunFolder] = {}
+        self._folders: dict[str, RunFolder] = {}
         self._facts: dict[str, tuple[str, RunFacts]] = {}
         """Version of the result and facts of each run, by name."""
 
     def names(self) -> Sequence[str]:
         folders = self._store.folder().folders
         self._look(folders)
-        runs = [name for name in folders if self._known[name].is_run]
-        return sorted(runs, key=lambda name: (-self._known[name].at, name))[:MOST_RUNS]
+        runs = [name for name in folders if self._folders[name].is_run]
+        return sorted(runs, key=lambda name: (-self._folders[name].at, name))[:MOST_RUNS]
 
     def place(self, name: str) -> EpisodePlace | None:
         if name not in self.names():  # a name from a URL never becomes an address by itself
@@ -64,10 +64,10 @@ class AddressedRuns(Library):
         return EpisodePlace(open_store(self._store.address(name), create=False), None)
 
     def facts(self, name: str) -> RunFacts:
-        known = self._known.get(name)
-        result = "" if known is None else known.result
-        known_result, facts = self._facts.get(name, ("", None))
-        if facts is None or not result or result != known_result:
+        folder = self._folders.get(name)
+        result = "" if folder is None else folder.result
+        read_result, facts = self._facts.get(name, ("", None))
+        if facts is None or not result or result != read_result:
             facts = facts_at(name, open_store(self._store.address(name), create=False))
             self._facts[name] = result, facts
         return facts
@@ -75,12 +75,14 @@ class AddressedRuns(Library):
     def _look(self, folders: Sequence[str]) -> None:
         """Lists the folders that are new or were listed a while ago, and forgets those that are gone."""
         now = time.monotonic()
-        kept = {
-            name: known for name in folders if (known := self._known.get(name)) and now < known.seen + LISTED_SECONDS
+        current = {
+            name: folder
+            for name in folders
+            if (folder := self._folders.get(name)) and now < folder.listed_at + LISTED_SECONDS
         }
-        due = [name for name in folders if name not in kept]
-        self._known = kept | dict(zip(due, self._listed(due, now), strict=True))
-        self._facts = {name: facts for name, facts in self._facts.items() if name in self._known}
+        due = [name for name in folders if name not in current]
+        self._folders = current | dict(zip(due, self._listed(due, now), strict=True))
+        self._facts = {name: facts for name, facts in self._facts.items() if name in self._folders}
 
     def _listed(self, names: Sequence[str], now: float) -> Iterable[RunFolder]:
         if not names:

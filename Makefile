@@ -7,6 +7,7 @@ TOOLS := .tools
 UV := $(TOOLS)/bin/uv
 BIN := .venv/bin
 STAMP := .venv/.synced
+LOCKS := $(wildcard src/kestrl/_app/engines/locks/vllm-*.txt)
 # Threads of libgomp busy-wait by default, so that tests of torch exceed their time limits beside other programs.
 export GOMP_SPINCOUNT ?= 2000
 
@@ -21,18 +22,19 @@ $(UV):
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 
-# Compile byte-code once: an engine imports about ten thousand modules, which would otherwise be compiled at each start.
-$(STAMP): $(UV) uv.lock pyproject.toml operator/pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml
+# Byte-code is compiled here and not at each start; the engine's environment gets that of the files that both have.
+$(STAMP): $(UV) uv.lock pyproject.toml operator/pyproject.toml services/*/pyproject.toml examples/*/pyproject.toml $(LOCKS)
 	$(UV) sync --frozen --compile-bytecode --quiet --python $(PYTHON)
+	$(BIN)/kestrl engine install vllm
 	@touch $(STAMP)
 
-## make setup            install the environment from the lock file
+## make setup            install the environment from the lock file, and vLLM in one of its own
 setup: $(STAMP)
 
 ## make demo             train the tiny model on e-mail search on this machine; ENGINE=sglang with the other engine
 ENGINE ?= vllm
 demo: $(STAMP)
-	$(if $(filter-out vllm,$(ENGINE)),$(BIN)/kestrl engine install $(ENGINE))
+	$(BIN)/kestrl engine install $(ENGINE)
 	$(BIN)/kestrl run examples/email-search/quickstart.yaml $(if $(filter-out vllm,$(ENGINE)),--set inference.engine=$(ENGINE))
 
 ## make demo-real        train SmolLM2-135M-Instruct, a pretrained model from PyPI

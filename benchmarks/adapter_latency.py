@@ -33,7 +33,7 @@ import torch
 from benchmarks.report import Row, main
 from tests.fakes.ports import free_port
 
-from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, installed_engine, write_engine_folder
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import reserved_ports, site_of
@@ -44,6 +44,7 @@ from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.tools import ToolEntry
 from kestrl._shared.plan.site import Site
 from kestrl._shared.spec import AgentRLJob
+from kestrl._shared.spec.inference import Inference
 from kestrl._shared.spec.load import read_job
 from kestrl._shared.text.chat import Message
 from kestrl._shared.text.chat_model import load_model
@@ -54,7 +55,7 @@ from kestrl.engines.vllm import SCORING
 from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import policy_to_proto
 from kestrl.storage import AdapterManifest, open_store
-from kestrl_inference.inside.launcher import installed, read_options, server_arguments
+from kestrl_inference.inside.launcher import read_options, server_arguments
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_tools.catalogue import load_tools
@@ -83,7 +84,8 @@ async def first_prompt(job: AgentRLJob, site: Site) -> list[int]:
 
 def alone(engine: Component) -> Component:
     """vLLM's server with an engine's arguments, without KestRL's plugin, guard and launcher."""
-    port, args = free_port(), server_arguments(read_options(engine.args), installed("vllm"))
+    build = installed_engine(Inference(), Path.cwd())
+    port, args = free_port(), server_arguments(read_options(engine.args), build.version)
     guard = args.index("--middleware")
     del args[guard : guard + 2]
     args[args.index("--port") + 1] = str(port)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kestrl._app.engines.builds import DEFAULTS
 from kestrl._app.engines.store import VARIABLE as ENGINES
+from kestrl._app.engines.store import engines_folder, fitting
 from kestrl._app.error_text import VARIABLE as ERRORS
 from kestrl._shared.credentials import CALLS
 
@@ -44,10 +46,14 @@ def credentials() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_installed_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Jobs of tests run in this environment, not in an engine that a developer has installed."""
+def installed_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs of tests run on the engine that `make setup` installs, whichever others a developer has installed."""
+    folder = tmp_path_factory.mktemp("engines")
+    engine = fitting(engines_folder(), "vllm", DEFAULTS["vllm", "cpu"], "cpu")
+    if engine is not None:
+        (folder / engine.path.name).symlink_to(engine.path.resolve())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ENGINES, str(tmp_path_factory.mktemp("engines")))
+        patch.setenv(ENGINES, str(folder))
         yield
 
 

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._app.engines.interpreter import engine_python
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import parse_job
+from kestrl._shared.spec.inference import Inference
 
 pytestmark = [pytest.mark.distributions, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -197,8 +199,8 @@ def program(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_for_one_machine_comes_from_the_registry_and_trains_a_job_of_ones_own(
     wheels: Path, tmp_path: Path
 ) -> None:
-    """`kestrl[local]` is resolved by the registry alone: without the lock and its overrides. The engine is the one of
-    this checkout, named as any interpreter is.
+    """`kestrl[local]` is resolved by the registry alone: without the lock and its overrides. The engine is the one that
+    `make setup` installs, named as any interpreter is.
     """
     environment, place = tmp_path / "bare environment", tmp_path / "my place"
     place.mkdir()
@@ -213,6 +215,8 @@ def test_everything_for_one_machine_comes_from_the_registry_and_trains_a_job_of_
     run(program, "new", "my job", cwd=place)
     job = place / "my job" / "job.yaml"
     run(program, "validate", job, cwd=place)
-    run(program, "run", job, "--engine-python", sys.executable, "--set", "schedule.maxSteps=2", cwd=place)
+    engine = engine_python(Inference(), tmp_path)
+    assert engine is not None
+    run(program, "run", job, "--engine-python", engine, "--set", "schedule.maxSteps=2", cwd=place)
     summary = json.loads(next(place.glob("runs/*/summary.json")).read_text())
     assert (summary["status"], summary["steps"]) == ("succeeded", 2)

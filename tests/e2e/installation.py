@@ -196,13 +196,14 @@ def newest_adapter(installation: Installation, job: str) -> int:
 def values(cluster: Cluster, store: S3Server) -> Object:
     """The chart's values for pods that run the cluster's images, and whose policies allow the store.
 
-    Engines and learners run the checkout's environment: their images need torch's own index, or gigabytes.
+    Engines run their environment on this machine and learners the checkout's: their images need torch's own index, or
+    gigabytes.
     """
     image = cluster.image
     return {
         "jobs": {
             "images": {
-                "engine": dict.fromkeys(("cpu", "cuda", "npu"), image),
+                "engine": dict.fromkeys(("cpu", "cuda", "npu"), cluster.engine_image),
                 "learner": dict.fromkeys(("cpu", "cuda", "npu"), image),
                 **{name: cluster.image_of(name) for name in ("agent", "rollout", "tools", "judge")},
                 "pullPolicy": "Never",

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
-from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_python, write_engine_folder
 from kestrl._app.engines.variables import engine_environment
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
 from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.spec import parse_job
+from kestrl._shared.spec.inference import Inference
 from kestrl.episode import PolicyVersion
 from kestrl.storage import AdapterManifest, Probe, open_store, publish_adapter
 from kestrl.storage.adapters import WEIGHTS
@@ -152,7 +153,9 @@ CACHES = {"vllm": {"kv-cache-memory-bytes": 64 * 1024 * 1024}, "sglang": {"max-t
 
 
 def planned_engine(model: Path, work: Path, port: int, python: Path | None = None, engine: str = "vllm") -> Component:
-    """The engine that the plan gives a job with this model: slots for three versions of rank 8, in an interpreter."""
+    """The engine that the plan gives a job with this model: slots for three versions of rank 8. Without an
+    interpreter it is that of the installed engine.
+    """
     write_engine_folder(work / ENGINE_FOLDER)
     manifest = {
         "apiVersion": "kestrl.dev/v1alpha1",
@@ -180,7 +183,7 @@ def planned_engine(model: Path, work: Path, port: int, python: Path | None = Non
         storage="unused",
         database="unused",
         work_dir=str(work),
-        engine_python=None if python is None else str(python),
+        engine_python=engine_python(Inference(), work) if python is None else str(python),
         engine_path=str(work / ENGINE_FOLDER),
     )
     return engine_component(parse_job(manifest), site, 0)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from tests.fakes.ports import free_port
 
+from kestrl._app.engines.variables import engine_environment
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.supervisor import ComponentFailed, Supervisor
 from kestrl._shared.credentials import Secret
@@ -107,9 +107,10 @@ def test_two_servers_start_side_by_side(servers: Any) -> None:
     assert [server.ask("GET", "/health")[0] for server in servers] == [200, 200]
 
 
-def test_a_server_without_the_plugin_does_not_start() -> None:
-    command = [sys.executable, "-m", "kestrl_inference.inside.launcher", "--cpu", "--", "--model", "none"]
-    environment = {**os.environ, "VLLM_PLUGINS": "another"}
+def test_a_server_without_the_plugin_does_not_start(tmp_path: Path) -> None:
+    planned = planned_engine(tmp_path, tmp_path, free_port())
+    command = [planned.python, "-m", planned.module, "--cpu", "--", "--model", "none"]
+    environment = {**engine_environment(os.environ, planned.python), **planned.env, "VLLM_PLUGINS": "another"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert "VLLM_PLUGINS='another' leaves it out" in ended.stderr

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kestrl._app.engines.interpreter import engine_python
+from kestrl._app.engines.variables import engine_environment
+from kestrl._shared.spec.inference import Inference
 from kestrl._shared.text.parser import TurnReader
 from kestrl._shared.text.vocabulary import Vocabulary
 from kestrl.engines.vllm import PARSERS
@@ -84,6 +91,8 @@ TEXTS: dict[str, list[str]] = {
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>A small falcon.",
     ],
 }
+UNTAGGED = '{"name": "search", "arguments": {}}'
+ASKED = [(kind, text) for kind, texts in (*TEXTS.items(), ("hermes", [UNTAGGED])) for text in texts]
 MARKERS = {
     **{name: tuple(dict.fromkeys([*each.markers, *(each.reasoning or ())])) for name, each in BUILT_IN.items()},
     "mistral, before v11": ("[TOOL_CALLS]",),
@@ -102,90 +111,63 @@ def tokenizer_of(markers: tuple[str, ...]) -> Any:
     return tokenizer
 
 
-def vllm_parsers() -> dict[str, Any]:
-    """VLLM's parsers by our names of formats."""
-    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
-    from vllm.tool_parsers.llama_tool_parser import Llama3JsonToolParser
-    from vllm.tool_parsers.mistral_tool_parser import MistralToolParser
-    from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
-    from vllm.tool_parsers.qwen3_engine_tool_parser import Qwen3EngineToolParser
+@dataclass(frozen=True)
+class Read:
+    """What vLLM reads in a text."""
 
-    return {
-        "hermes": Hermes2ProToolParser,
-        "llama3_json": Llama3JsonToolParser,
-        "mistral": MistralToolParser,
-        "mistral, before v11": MistralToolParser,
-        "qwen_xml": Qwen3EngineToolParser,
-        "pythonic": PythonicToolParser,
-    }
+    content: str
+    calls: list[tuple[str, Any]]
+    unavailable: str = ""
+    """Why it cannot read it here."""
 
 
-def vllm_reads(kind: str, tokenizer: Any, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls by vLLM's parser."""
-    from transformers import PreTrainedTokenizerFast
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
-    request = ChatCompletionRequest.model_validate(
-        {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "auto"}
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM's interpreter answers, asked once for all texts."""
+    work = tmp_path_factory.mktemp("formats")
+    tokenizers = {kind: json.loads(tokenizer_of(markers).to_str()) for kind, markers in MARKERS.items()}
+    asked = {"tokenizers": tokenizers, "texts": ASKED, "schemas": SCHEMAS, "parsers": PARSERS}
+    (work / "texts.json").write_text(json.dumps(asked))
+    python = engine_python(Inference(), work)
+    assert python is not None
+    command = [python, Path(__file__).with_name("vllm_reads.py"), work / "texts.json", work / "read.json"]
+    ended = subprocess.run(
+        command, env=engine_environment(os.environ, python), capture_output=True, text=True, check=False
     )
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
-    parser = vllm_parsers()[kind](wrapped, request.tools)
-    found = parser.extract_tool_calls(text, request)
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls or ()]
-    return (found.content or "").strip(), calls
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads((work / "read.json").read_text())
 
 
-def test_the_parsers_by_which_a_policy_is_served_are_those_that_were_compared() -> None:
-    from vllm.tool_parsers import ToolParserManager
-
-    for kind in BUILT_IN:
-        parser = ToolParserManager.get_tool_parser(PARSERS[kind])
-        assert kind == "harmony" or parser is vllm_parsers()[kind]
+@pytest.fixture(scope="module")
+def by_vllm(answers: dict[str, Any]) -> dict[tuple[str, str], Read]:
+    reads = [Read(content, [(name, values) for name, values in calls], why) for content, calls, why in answers["reads"]]
+    return dict(zip(ASKED, reads, strict=True))
 
 
-def harmony_reads(text: str) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls by OpenAI's own reader of harmony, which vLLM uses."""
-    openai_harmony = pytest.importorskip("openai_harmony")
-    encoding = openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
-    ids = encoding.encode(text, allowed_special="all")
-    messages = encoding.parse_messages_from_completion_tokens(ids, openai_harmony.Role.ASSISTANT)
-    calls = [
-        (message.recipient.removeprefix("functions."), json.loads(message.content[0].text))
-        for message in messages
-        if message.recipient
-    ]
-    content = [
-        message.content[0].text for message in messages if not message.recipient and message.channel != "analysis"
-    ]
-    return "\n".join(content), calls
+def test_the_parsers_by_which_a_policy_is_served_are_those_that_were_compared(answers: dict[str, Any]) -> None:
+    assert answers["compared"] == dict.fromkeys(BUILT_IN.keys() - {"harmony"}, True)
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in TEXTS.items() for text in texts])
-def test_formats_read_the_same_calls_as_vllm(kind: str, text: str) -> None:
+def test_formats_read_the_same_calls_as_vllm(kind: str, text: str, by_vllm: dict[tuple[str, str], Read]) -> None:
     tokenizer = tokenizer_of(MARKERS[kind])
     vocabulary = Vocabulary(json.loads(tokenizer.to_str()))
     ours = TurnReader(vocabulary, BUILT_IN[kind.partition(",")[0]]).parse(vocabulary.whole(text), SCHEMAS)
     read = (ours.content, [(call.name, call.arguments) for call in ours.calls])
-    if kind == "harmony":
-        try:
-            expected = harmony_reads(text)
-        except Exception as error:  # its vocabulary is downloaded when it is first used
-            if "vocab" not in str(error).lower() and "download" not in str(error).lower():
-                raise
-            pytest.skip(f"harmony's vocabulary is not here: {error}")
-    else:
-        expected = vllm_reads(kind, tokenizer, text)
-        if kind == "llama3_json" and expected[1]:
-            # vLLM leaves out all text beside calls; we keep it, as every other format does.
-            expected = (read[0], expected[1])
+    theirs = by_vllm[kind, text]
+    if theirs.unavailable:
+        pytest.skip(theirs.unavailable)
+    expected = (theirs.content, theirs.calls)
+    if kind == "llama3_json" and theirs.calls:
+        # vLLM leaves out all text beside calls; we keep it, as every other format does.
+        expected = (read[0], theirs.calls)
     assert read == expected
 
 
-def test_a_call_without_its_tags_is_an_attempt_where_vllm_reads_an_answer() -> None:
-    text = '{"name": "search", "arguments": {}}'
-    tokenizer = tokenizer_of(MARKERS["hermes"])
-    vocabulary = Vocabulary(json.loads(tokenizer.to_str()))
-    (call,) = TurnReader(vocabulary, BUILT_IN["hermes"]).parse(vocabulary.whole(text), SCHEMAS).calls
+def test_a_call_without_its_tags_is_an_attempt_where_vllm_reads_an_answer(
+    by_vllm: dict[tuple[str, str], Read],
+) -> None:
+    vocabulary = Vocabulary(json.loads(tokenizer_of(MARKERS["hermes"]).to_str()))
+    (call,) = TurnReader(vocabulary, BUILT_IN["hermes"]).parse(vocabulary.whole(UNTAGGED), SCHEMAS).calls
     assert call.problem is CallOutcome.INVALID_JSON
-    assert vllm_reads("hermes", tokenizer, text) == (text, [])
+    assert by_vllm["hermes", UNTAGGED] == Read(UNTAGGED, [])

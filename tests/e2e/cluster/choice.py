@@ -2,7 +2,8 @@
 reason.
 
 `E2E_KUBECONFIG` names an existing cluster; the default context is never used by accident. `E2E_CAPABILITIES` lists what
-that cluster offers beyond the API (such as `node,network_policies`), and `E2E_IMAGE` the image that its nodes can run.
+that cluster offers beyond the API (such as `node,network_policies`), `E2E_IMAGE` the image that its nodes can run, and
+`E2E_ENGINE_IMAGE` that of engines.
 `KESTRL_E2E_IMAGES` names an archive of `tests/e2e/kit/images`, whose images the harness's own node then runs where
 possible. `KESTRL_E2E_KEEP=1` uses this checkout's running cluster, brings it up if there is none, and leaves it
 running.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from .capabilities import ANYWHERE, OWN, Capability
 from .client import Cluster
-from .images import BUILT, KESTRL, built_names
+from .images import BUILT, ENGINE, KESTRL, built_names
 from .kit import Kit, cache_folder, find_kit
 from .layout import default_name
 from .node import Node
@@ -49,6 +50,7 @@ def foreign() -> Cluster | None:
         kubectl_program=_program("kubectl", kit),
         helm_program=_program("helm", kit),
         image=os.environ.get("E2E_IMAGE", KESTRL),
+        engine_image=os.environ.get("E2E_ENGINE_IMAGE", ENGINE),
         capabilities=frozenset(Capability(name) for name in names if name),
         cache=cache_folder() / "e2e",
     )
@@ -93,6 +95,7 @@ def facade(node: Node) -> Cluster:
         kubectl_program=state.kit.program("kubectl"),
         helm_program=state.kit.program("helm"),
         image=KESTRL,
+        engine_image=ENGINE,
         capabilities=ANYWHERE if state.layout.control_plane_only else OWN,
         cache=state.layout.folder / "cache",
         own=node,

@@ -42,7 +42,9 @@ class Cluster:
     kubectl_program: str
     helm_program: str
     image: str
-    """An image with this checkout's environment, in which all components can run."""
+    """An image with this checkout's environment, in which all components but engines can run."""
+    engine_image: str
+    """An image with the engine's environment."""
     capabilities: frozenset[Capability]
     cache: Path
     """The cache folder of kubectl and helm, outside the user's home."""

@@ -2,7 +2,8 @@
 
 `pause` is Debian's static catatonit. `kestrl` has this interpreter, the shared libraries that it and wheels from PyPI
 link to, a static busybox and the certificate authorities. The virtual environment is not part of it: pods have it
-mounted at its path on the host, first on their PATH, so that `python` in a pod is the environment's.
+mounted at its path on the host, first on their PATH, so that `python` in a pod is the environment's. `engine` is the
+same with the engine's environment, and has what runs beside an engine.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import shutil
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kestrl._app.engines.interpreter import write_engine_folder
+
 from .commands import run
 
 PAUSE = "localhost/pause:1"
-KESTRL = "localhost/kestrl:e2e"
+KESTRL, ENGINE = "localhost/kestrl:e2e", "localhost/engine:e2e"
 BUILT = "localhost/kestrl-built"
 """The repository of the images of `Dockerfiles/`, with their names as tags; `tests/e2e/kit/images` builds them."""
 USER = 10001
@@ -124,12 +128,40 @@ def pause_archive(cache: Path) -> Path:
 
 
 def kestrl_archive(cache: Path, environment: Path) -> Path:
-    """The archive of the one image in which all components run.
+    """The archive of the image in which all components but engines run.
 
     Args:
         cache: Folder of the archives, which are reused.
         environment: The virtual environment whose programs come first on the PATH.
     """
+    return _cached(cache, KESTRL, _system(), _configuration(environment))
+
+
+def engine_archive(cache: Path, environment: Path) -> Path:
+    """The archive of the image in which engines run.
+
+    Args:
+        cache: Folder of the archives, which are reused.
+        environment: The engine's environment, whose programs come first on the PATH.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        beside = Path(folder) / "beside"
+        write_engine_folder(beside)
+        layer = _system()
+        for path in sorted(beside.rglob("*")):
+            if path.is_file():
+                layer.texts[f"opt/kestrl/{path.relative_to(beside)}"] = path.read_text()
+    return _cached(cache, ENGINE, layer, _configuration(environment, "PYTHONPATH=/opt/kestrl"))
+
+
+def _configuration(environment: Path, *variables: str) -> dict[str, Any]:
+    path = f"{environment}/bin:/usr/bin:/bin:/sbin"
+    fixed = (f"PATH={path}", "LANG=C.UTF-8", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1")
+    return {"Env": [*fixed, *variables], "Cmd": ["/usr/bin/python3"]}
+
+
+def _system() -> Layer:
+    """The interpreter, the libraries and the programs of an image."""
     layer = Layer(texts={"etc/passwd": ACCOUNTS, "etc/group": GROUPS, "etc/nsswitch.conf": "hosts: files dns\n"})
     layer.folders |= {"tmp": 0o1777, "var/tmp": 0o1777}
     layer.folders |= dict.fromkeys(("proc", "sys", "dev", "run", "root", "home"), 0o755)
@@ -138,9 +170,7 @@ def kestrl_archive(cache: Path, environment: Path) -> Path:
     layer.add(busybox, "bin/busybox")
     layer.links |= {f"bin/{name}": "/bin/busybox" for name in run(busybox, "--list").split() if name != "busybox"}
     layer.add(Path("/etc/ssl/certs/ca-certificates.crt"), "etc/ssl/certs/ca-certificates.crt")
-    path = f"{environment}/bin:/usr/bin:/bin:/sbin"
-    variables = [f"PATH={path}", "LANG=C.UTF-8", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"]
-    return _cached(cache, KESTRL, layer, {"Env": variables, "Cmd": ["/usr/bin/python3"]})
+    return layer
 
 
 def built_names(archive: Path) -> frozenset[str]:

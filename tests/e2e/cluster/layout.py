@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
+from kestrl._app.engines.builds import DEFAULTS, wanted_engine
+from kestrl._app.engines.installing import find_installed
+from kestrl._app.engines.store import engines_folder
+
 from .commands import run
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -42,6 +46,11 @@ class Layout:
     checkout: Path = CHECKOUT
     environment: Path = Path(sys.prefix)
     """The virtual environment that pods have mounted."""
+
+    @property
+    def engine(self) -> Path:
+        """The environment of the engine, which pods have mounted, too."""
+        return find_installed(engines_folder(), wanted_engine("vllm==" + DEFAULTS["vllm", "cpu"], "cpu")).path.resolve()
 
     @property
     def folder(self) -> Path:

@@ -1,8 +1,8 @@
 """The objects of a fresh cluster: the checkout in its pods, and volumes for claims.
 
-A mutating admission policy mounts the checkout and its virtual environment, read-only and at their own paths, into
-every pod of a labelled namespace, so that chart and operator under test need not know about it. Pod Security
-"restricted" forbids such volumes: these namespaces do not enforce it.
+A mutating admission policy mounts the checkout, its virtual environment and the engine's, read-only and at their own
+paths, into every pod of a labelled namespace, so that chart and operator under test need not know about it. Pod
+Security "restricted" forbids such volumes: these namespaces do not enforce it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VOLUME_SIZE = "1Gi"
 
 def mounted(layout: Layout) -> list[Path]:
     """Folders of the host that pods see."""
-    outside = not layout.environment.is_relative_to(layout.checkout)
-    return [layout.checkout, *([layout.environment] if outside else [])]
+    environments = (layout.environment, layout.engine)
+    return [layout.checkout, *(path for path in environments if not path.is_relative_to(layout.checkout))]
 
 
 def injection(layout: Layout) -> list[Object]:

@@ -15,7 +15,7 @@ from .certificates import make_certificates
 from .cgroups import make_cgroups
 from .commands import CommandFailed, eventually, run
 from .daemons import command_lines, write_configuration
-from .images import kestrl_archive, pause_archive
+from .images import engine_archive, kestrl_archive, pause_archive
 from .kit import Kit
 from .layout import NODE_NAME, RUNS, Layout, free_net, locked_runs
 from .node import END_SECONDS, NAMESPACES, START_SECONDS, Node, State, node_is_ready, program_path
@@ -142,7 +142,8 @@ def sweep() -> None:
 
 
 def _archives(layout: Layout, kit: Kit) -> list[Path]:
-    return [pause_archive(kit.images), kestrl_archive(kit.images, layout.environment)]
+    own = kestrl_archive(kit.images, layout.environment)
+    return [pause_archive(kit.images), own, engine_archive(kit.images, layout.engine)]
 
 
 def _begin(layout: Layout, kit: Kit) -> None:

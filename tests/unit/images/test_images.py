@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kestrl._app.engines.builds import DEFAULTS, lock_name
+
 ROOT = Path(__file__).parents[3]
 FILES = {
     path.name.removesuffix(".Dockerfile"): path.read_text()
@@ -21,6 +24,7 @@ FILES = {
 }
 LIGHT = ("operator", "agent", "rollout", "tools", "judge", "page")
 THIN = ("engine-cuda", "engine-npu", "sglang-cuda")
+ENGINES = (*THIN, "engine-cpu")
 USER = "USER 10001:10001"
 
 
@@ -122,7 +126,7 @@ def test_light_images_have_no_torch(name: str) -> None:
     assert [package for package in resolved if package.startswith(heavy)] == []
 
 
-@pytest.mark.parametrize("name", ["learner-cpu", "learner-npu", "engine-cpu"])
+@pytest.mark.parametrize("name", ["learner-cpu", "learner-npu"])
 def test_images_for_cpus_leave_cuda_to_others(name: str) -> None:
     assert "--prune torch" in FILES[name]
     without = exported(FILES[name], "--prune", "torch")
@@ -130,8 +134,27 @@ def test_images_for_cpus_leave_cuda_to_others(name: str) -> None:
     assert "torch" in exported(FILES[name]), "its version is the lock's"
 
 
+def test_the_engine_for_cpus_is_that_of_the_shipped_lock_without_cuda() -> None:
+    (path,) = re.findall(r"^COPY (\S+) /lock.txt$", FILES["engine-cpu"], re.MULTILINE)
+    lock = ROOT / path
+    assert lock.name == lock_name("vllm", DEFAULTS["vllm", "cpu"], "cpu")
+    (kept,) = re.findall(r"^RUN (awk '.*') /lock.txt >/rest.txt", FILES["engine-cpu"], re.MULTILINE)
+    (named,) = re.findall(r"&& (sed -n '.*') /lock.txt >/versions.txt", FILES["engine-cpu"])
+    rest, versions = (
+        subprocess.run(f"{command} {shlex.quote(str(lock))}", shell=True, capture_output=True, text=True, check=True)
+        for command in (kept, named)
+    )
+    entries = {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=\S)", lock.read_text().strip())}
+    left_out = {name for name in entries if name in ("torch", "triton") or name.startswith(("nvidia-", "cuda-"))}
+    assert {"torch", "triton", "nvidia-cublas", "cuda-bindings"} <= left_out
+    names = {entry.partition("==")[0] for entry in re.split(r"\n(?=\S)", rest.stdout.strip())}
+    assert names == entries.keys() - left_out
+    assert all(re.fullmatch(r"\S+==\S+( ; .+)?", line) for line in versions.stdout.splitlines())
+    assert {line.partition("==")[0] for line in versions.stdout.splitlines()} == entries.keys()
+
+
 def test_only_the_operators_image_has_what_talks_to_kubernetes() -> None:
-    for name in set(FILES) - set(THIN):
+    for name in set(FILES) - set(ENGINES):
         assert ({"kopf"} <= exported(FILES[name])) == (name == "operator"), name
 
 
@@ -149,15 +172,15 @@ def test_images_of_a_kind_differ_in_what_they_run_alone() -> None:
     assert len({re.sub(r"^ARG (BASE|CHIP)=.*\n", "", shape(name), flags=re.MULTILINE) for name in THIN}) == 1
 
 
-@pytest.mark.parametrize("name", THIN)
-def test_an_engine_of_others_gets_what_runs_in_it_and_nothing_else(name: str) -> None:
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_gets_what_runs_in_it_and_nothing_else(name: str) -> None:
     inside = ROOT / "services" / "inference" / "src" / "kestrl_inference" / "inside"
     source = "\n".join(path.read_text() for path in inside.rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", source, re.MULTILINE))
-    others = imported - sys.stdlib_module_names - {"torch", "vllm"}
+    others = imported - sys.stdlib_module_names - {"torch"}
     assert others == {"kestrl_inference"}, "the engine's own environment need not have it"
     assert re.findall(r"kestrl_inference\.(\w+)", source) == ["inside"] * source.count("kestrl_inference.")
-    assert "pip" not in FILES[name]
+    assert "pip" not in FILES[name] or name == "engine-cpu"
     for plugin in ("vllm_plugin", "sglang_plugin"):
         assert f"kestrl = kestrl_inference.inside.{plugin}:register" in FILES[name]
 

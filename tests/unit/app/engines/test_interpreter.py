@@ -104,7 +104,10 @@ def test_sglang_serves_on_cpus_and_nvidia_gpus(profile: str, problem: str) -> No
     assert bool(misfit(build(sglang="0.5.23"), wanted)) is bool(problem)
 
 
-def test_the_interpreter_of_an_environment_is_not_that_it_was_made_with(tmp_path: Path) -> None:
+def test_the_interpreter_of_an_environment_is_not_that_it_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KESTRL_ENGINES", str(tmp_path))
     (tmp_path / "python").symlink_to(sys.executable)
     assert engine_python(Inference(python="python"), tmp_path) == str(tmp_path / "python")
     assert engine_python(Inference(python="~/python"), tmp_path) == str(Path.home() / "python")
@@ -271,5 +274,12 @@ def test_settings_that_engines_do_not_get_are_named(monkeypatch: pytest.MonkeyPa
     assert unused_variables() == "engines do not get VLLM_ATTENTION_BACKEND of this shell; use inference.args"
 
 
-def test_this_interpreter_is_the_default(tmp_path: Path) -> None:
-    assert installed_engine(Inference(), tmp_path).python == sys.executable
+def test_this_interpreter_is_the_default_where_no_engine_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KESTRL_ENGINES", str(tmp_path / "engines"))
+    with pytest.raises(UserInputError, match="there is no vllm here; run: kestrl engine install vllm"):
+        installed_engine(Inference(), tmp_path)
+    here = environment(tmp_path, vllm="0.32.0")
+    monkeypatch.setattr(sys, "executable", here)
+    assert installed_engine(Inference(), tmp_path).python == here

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from kestrl_inference.inside.lora_cpu import AdapterRows, add_embedding, add_lora, grouped
 
 if TYPE_CHECKING:
     import torch
 
+WRAPPER: Any = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu").PunicaWrapperCPU
 
-class GroupedPunica(PunicaWrapperCPU):
+
+class GroupedPunica(WRAPPER):
     """vLLM's wrapper with faster multiplication of adapters. Layers without a part in any adapter are unchanged.
 
     vLLM wraps the embedding and the head of every model and multiplies their zeros as if they belonged to an adapter;

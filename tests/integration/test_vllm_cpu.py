@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kestrl_inference.inside.vllm_cpu import INSPECTS, inspect_in_process
+from kestrl._app.engines.interpreter import ENGINE_FOLDER, engine_python, write_engine_folder
+from kestrl._app.engines.variables import engine_environment
+from kestrl._shared.spec.inference import Inference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.xdist_group("formats")]
 
 
-def test_the_model_is_inspected_without_a_second_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from vllm.model_executor.models import registry
-
-    run = subprocess.run
-
-    def started(command: Any, **options: Any) -> Any:
-        assert command != registry._SUBPROCESS_COMMAND, "a second process was started"
-        return run(command, **options)  # importing the model runs other programs
-
-    inspected = registry.ModelRegistry.models["Qwen3ForCausalLM"]
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # there an earlier start keeps what it found
-    monkeypatch.setattr(subprocess, "run", started)
-    with pytest.raises(AssertionError, match="second process"):
-        inspected.inspect_model_cls()
-    monkeypatch.setattr(registry, INSPECTS, getattr(registry, INSPECTS))  # restored with the test
-    assert inspect_in_process(registry)
-    assert inspected.inspect_model_cls().architecture == "Qwen3ForCausalLM"
+def test_the_model_is_inspected_without_a_second_process(tmp_path: Path) -> None:
+    folder = tmp_path / ENGINE_FOLDER
+    write_engine_folder(folder)
+    python = engine_python(Inference(), tmp_path)
+    assert python is not None
+    command = [python, Path(__file__).with_name("vllm_inspects.py"), folder, tmp_path / "answer.json"]
+    # In its cache an earlier start keeps what was read.
+    variables = engine_environment(os.environ, python) | {"VLLM_CACHE_ROOT": str(tmp_path)}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert json.loads((tmp_path / "answer.json").read_text()) == {
+        "starts_process": True,
+        "replaced": True,
+        "architecture": "Qwen3ForCausalLM",
+    }

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kestrl._app.plays.validation import validate_taskset
@@ -68,7 +68,7 @@ class ScoringHost:
             raise RunEnded("it fell", code="raised")
         self.running += 1
         self.most_running = max(self.running, self.most_running)
-        async with httpx.AsyncClient(headers={"authorization": f"Bearer {request.key}"}) as client:
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {request.key}"}) as client:
             asked = {"messages": [{"role": "user", "content": task["prompt"]}]}
             answer = await client.post(f"{request.base_url}/chat/completions", json=asked)
         self.running -= 1

@@ -344,6 +344,7 @@ def test_stored_episodes_of_a_reward_are_learned_as_they_are(tmp_path: Path) -> 
         ("training.batchsize=3", r"spec.training.batchsize: unknown field; did you mean batchSize\?"),
         ("data.train.uri=nothing.jsonl", "spec.data.train.uri: .*nothing.jsonl does not exist"),
         ("model.adapter.from=relative/path", "spec.model.adapter.from"),
+        ("learner.checkpointedLayers=2", "spec.learner.checkpointedLayers: are those of gradient checkpointing"),
         ("learner.activationOffload=true", "spec.learner.activationOffload: moves the inputs of checkpointed layers"),
         ("learner={activationOffload: true, gradientCheckpointing: true}", "saves nothing on a CPU"),
         (

@@ -14,7 +14,17 @@ from rich.table import Table
 from kestrl._app.local.check import fitted_job
 from kestrl._app.local.memory import estimated
 from kestrl._shared.conventions import EXIT_INPUT
-from kestrl._shared.plan.memory import GIB, GIVE_BACK, MARGIN, MemoryEstimate, MemorySettings, changes, memory_settings
+from kestrl._shared.plan.memory import (
+    GIB,
+    GIVE_BACK,
+    MARGIN,
+    MemoryEstimate,
+    MemorySettings,
+    changes,
+    checkpointed,
+    fewest_checkpointed,
+    memory_settings,
+)
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.load import parse_job, read_document, with_overrides
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
@@ -51,8 +61,11 @@ def print_memory(
     settings = memory_settings(job, model=model, row=None if row is None else _row(row))
     estimate = estimated(settings)
     fits = None if device_memory is None else estimate.fits(device_memory * GIB)
+    layers = fewest_layers(settings, estimate, device_memory) if fits and device_memory else None
     if as_json:
         document = {**estimate.model_dump(mode="json"), "total": estimate.total, "ranks": settings.ranks, "fits": fits}
+        if layers is not None:
+            document["checkpointed_layers"] = layers
         typer.echo(json.dumps(document, indent=2))
     else:
         console.print(_table(settings, estimate))
@@ -66,10 +79,34 @@ def print_memory(
         if settings.policy.device == "cpu":
             console.print(CPU_NOTE, soft_wrap=True, markup=False, highlight=False)
         if device_memory is not None:
-            for line in verdict(settings, estimate, device_memory):
+            lines = verdict(settings, estimate, device_memory)
+            if layers is not None:
+                lines.append(
+                    f"spec.learner.checkpointedLayers: {layers} fits, too, and computes {estimate.layers - layers} of "
+                    f"{estimate.layers} layers once"
+                )
+            for line in lines:
                 console.print(line, soft_wrap=True, markup=False, highlight=False)
     if fits is False:
         raise typer.Exit(EXIT_INPUT)
+
+
+def fewest_layers(settings: MemorySettings, estimate: MemoryEstimate, device_memory: float) -> int | None:
+    """The least number of checkpointed layers that fits a device of some GiB; None where all are needed, or the job
+    does not checkpoint them or names their number.
+
+    Raises:
+        UserInputError: As `estimated`.
+    """
+    if not settings.policy.gradient_checkpointing or settings.policy.checkpointed_layers is not None:
+        return None
+    one_layer = estimated(checkpointed(settings, 1))
+    layers = fewest_checkpointed(all_layers=estimate, one_layer=one_layer, device_bytes=device_memory * GIB)
+    while layers < estimate.layers:
+        if (one_layer if layers == 1 else estimated(checkpointed(settings, layers))).fits(device_memory * GIB):
+            return layers
+        layers += 1
+    return None
 
 
 def _read(manifest: Path, overrides: tuple[str, ...]) -> AgentRLJob | SFTJob:
@@ -99,11 +136,12 @@ def _table(settings: MemorySettings, estimate: MemoryEstimate) -> Table:
 def _pass_of(settings: MemorySettings, estimate: MemoryEstimate) -> str:
     policy = settings.policy
     checkpointing = "with" if policy.gradient_checkpointing else "without"
+    layers = "" if policy.checkpointed_layers is None else f" of {policy.checkpointed_layers} layers"
     trained = f"rank {policy.rank}" if settings.parameters == "adapter" else "all parameters"
     rows = settings.group_rows * settings.groups
     return (
         f"The largest pass holds {estimate.rows} of a step's {rows} rows of {settings.prompt} + {settings.completion} "
-        f"tokens; {policy.dtype}, {trained}, {checkpointing} gradient checkpointing, device {policy.device}."
+        f"tokens; {policy.dtype}, {trained}, {checkpointing} gradient checkpointing{layers}, device {policy.device}."
     )
 
 

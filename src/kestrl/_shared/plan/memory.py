@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
+from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.planning import algorithm_settings
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings
@@ -75,6 +77,8 @@ class MemoryEstimate(SettingsModel):
     """Rows of the largest pass."""
     host: int = 0
     """Bytes of host memory that hold offloaded activations."""
+    layers: int = 0
+    """Layers that gradient checkpointing may apply to."""
 
     @property
     def total(self) -> int:
@@ -151,9 +155,7 @@ def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTL
         targets=targets if isinstance(targets, str) else tuple(targets),
         seed=0,
         device=device,
-        gradient_checkpointing=learner.gradient_checkpointing,
-        activation_offload=learner.activation_offload,
-        tokens_per_pass=learner.tokens_per_pass,
+        **pass_settings(learner),
     )
 
 
@@ -168,6 +170,26 @@ def changes(step: MemorySettings, estimate: MemoryEstimate) -> Sequence[str]:
     ]
     candidates.sort(key=lambda item: -item[0])
     return [f"{text} ({size / GIB:.2f} GiB)" for size, text in candidates if size >= WORTH_CHANGING * estimate.total]
+
+
+def checkpointed(step: MemorySettings, layers: int) -> MemorySettings:
+    """The step with gradient checkpointing of its first layers only."""
+    return step.model_copy(update={"policy": step.policy.model_copy(update={"checkpointed_layers": layers})})
+
+
+def fewest_checkpointed(*, all_layers: MemoryEstimate, one_layer: MemoryEstimate, device_bytes: float) -> int:
+    """The least number of checkpointed layers with which a step fits, for a peak that is linear in it.
+
+    Args:
+        all_layers: The peak with all layers checkpointed.
+        one_layer: The peak with the first layer checkpointed.
+        device_bytes: Memory of the device.
+    """
+    excess = one_layer.total - device_bytes / (1 + MARGIN)
+    of_layer = (one_layer.total - all_layers.total) / max(1, all_layers.layers - 1)
+    if excess <= 0 or of_layer <= 0:
+        return 1
+    return min(all_layers.layers, 1 + math.ceil(excess / of_layer))
 
 
 def _trained_change(step: MemorySettings) -> str:
@@ -190,6 +212,8 @@ def _base_change(step: MemorySettings) -> str:
 def _activation_change(step: MemorySettings, estimate: MemoryEstimate) -> str:
     if not step.policy.gradient_checkpointing:
         return "spec.learner.gradientCheckpointing is false: true keeps the inputs of layers only"
+    if step.policy.checkpointed_layers is not None:
+        return f"spec.learner.checkpointedLayers is {step.policy.checkpointed_layers}: name more, or remove it for all"
     if estimate.rows > 1:
         return f"spec.learner.tokensPerPass is {step.policy.tokens_per_pass} ({estimate.rows} rows in a pass): lower it"
     fields = (

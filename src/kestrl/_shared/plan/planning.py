@@ -28,6 +28,7 @@ from kestrl._shared.plan.judges import (
     uses_own_engines,
     with_judge_secrets,
 )
+from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.plan.settings.judge import JudgeSettings
@@ -353,9 +354,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
-            "gradient_checkpointing": spec.learner.gradient_checkpointing,
-            "activation_offload": spec.learner.activation_offload,
-            "tokens_per_pass": spec.learner.tokens_per_pass,
+            **pass_settings(spec.learner),
             "device": site.build(spec.learner.accelerator, "learner").device,
             **_division(spec, site),
             "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"

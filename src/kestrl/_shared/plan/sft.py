@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings, RanksOfPods
 from kestrl._shared.spec.sft import Conversations, SFTJob
@@ -117,9 +118,7 @@ def sft_settings(
         threads=spec.learner.threads,
         ranks=spec.learner.ranks,
         device=spec.learner.device,
-        gradient_checkpointing=spec.learner.gradient_checkpointing,
-        activation_offload=spec.learner.activation_offload,
-        tokens_per_pass=spec.learner.tokens_per_pass,
+        **pass_settings(spec.learner),
     )
 
 

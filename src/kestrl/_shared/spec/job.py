@@ -227,6 +227,9 @@ class Learner(Model):
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
     long episodes, and a third more work."""
+    checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
+    computed once. Default: all."""
     activation_offload: bool = False
     """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
     for copies. Needs gradientCheckpointing and a device other than a CPU."""

@@ -23,7 +23,7 @@ from kestrl._shared.spec.model import (
 )
 from kestrl._shared.spec.problems import Problem, ProblemsError
 from kestrl._shared.spec.rules.adapter_rules import target_problems
-from kestrl._shared.spec.rules.learner_rules import offload_problems
+from kestrl._shared.spec.rules.learner_rules import checkpointing_problems, offload_problems
 from kestrl._shared.spec.scalars import Address, TemplateArguments
 from kestrl._shared.spec.validation import validated
 
@@ -117,6 +117,9 @@ class SFTLearner(Model):
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
     gradient_checkpointing: bool = False
     """Keep the inputs of layers only and compute their activations again in the backward pass."""
+    checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
+    computed once. Default: all."""
     activation_offload: bool = False
     """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
     for copies. Needs gradientCheckpointing and a device other than a CPU."""
@@ -168,6 +171,7 @@ def parse_sft_job(document: Any) -> SFTJob:
     problems = [
         *target_problems(job.spec.model.adapter),
         *offloading,
+        *checkpointing_problems(layers=learner.checkpointed_layers, checkpointing=learner.gradient_checkpointing),
         *_adapter_problems(job.spec),
         *_rank_problems(job.spec),
     ]

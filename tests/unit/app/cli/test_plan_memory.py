@@ -75,6 +75,15 @@ def test_a_job_that_does_not_fit_names_the_fields_to_change(tmp_path: Path) -> N
     assert all(part in done.output for part in ("base weights", "activations", "peak"))
 
 
+def test_the_least_number_of_checkpointed_layers_that_fits_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, job(learner={"gradientCheckpointing": True}))
+    done = run(path, "--memory", "--device-memory", "4")
+    assert done.exit_code == 0, done.output
+    assert "spec.learner.checkpointedLayers: 1 fits, too, and computes 3 of 4 layers once" in done.output
+    done = run(path, "--memory", "--device-memory", "4", "--json", "--set", "learner.checkpointedLayers=1")
+    assert "checkpointed_layers" not in json.loads(done.output), "the job names the number"
+
+
 def test_a_fine_tuning_job_that_fits_as_json(tmp_path: Path) -> None:
     path = written(tmp_path, sft_job(training={"batchSize": 2}))
     done = run(path, "--memory", "--row", "20+30", "--device-memory", "4", "--json")

@@ -60,7 +60,9 @@ def config_of(folder: Path, *, layers: int) -> str:
     return str(folder)
 
 
-def asked(model: str, *, dtype: str = "float32", checkpointing: bool = False, **changes: Any) -> MemorySettings:
+def asked(
+    model: str, *, dtype: str = "float32", checkpointing: bool = False, layers: int | None = None, **changes: Any
+) -> MemorySettings:
     policy = PolicySettings.model_validate(
         {
             "model": model,
@@ -70,6 +72,7 @@ def asked(model: str, *, dtype: str = "float32", checkpointing: bool = False, **
             "targets": "all-linear",
             "seed": 1,
             "gradient_checkpointing": checkpointing,
+            "checkpointed_layers": layers,
         }
     )
     given: dict[str, Any] = {"kind": "AgentRLJob", "prompt": 64, "completion": 192, "group_rows": 8, "groups": 1}
@@ -82,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama float32": {"kind": "llama", "dtype": "float32", "checkpointing": False},
     "llama bfloat16": {"kind": "llama", "dtype": "bfloat16", "checkpointing": False},
     "qwen3 checkpointed": {"kind": "qwen3", "dtype": "float32", "checkpointing": True, "vocab_size": 16_384},
+    "qwen3 first layer checkpointed": {"kind": "qwen3", "checkpointing": True, "layers": 1, "vocab_size": 16_384},
     "all parameters": {"kind": "llama", "dtype": "bfloat16", "checkpointing": False, "parameters": "all"},
 }
 """A packed pass has half the tokens of the others; the larger vocabulary keeps its peak far above working memory."""
@@ -263,6 +267,16 @@ def test_offloaded_inputs_of_layers_are_counted_on_the_host(tmp_path: Path) -> N
     assert kept.host == 0
     assert inputs <= found.host < 1.6 * inputs, "and those of the norm behind the layers"
     assert found.total < kept.total
+
+
+def test_each_layer_that_is_not_checkpointed_keeps_its_activations(tmp_path: Path) -> None:
+    model = config_of(tmp_path, layers=6)
+    peaks = [estimate(asked(model, checkpointing=True, layers=count)).total for count in (1, 3, 6)]
+    assert peaks[0] > peaks[1] > peaks[2]
+    of_layer = (peaks[0] - peaks[2]) / 5
+    assert peaks[1] == pytest.approx(peaks[0] - 2 * of_layer, abs=of_layer)
+    everything = estimate(asked(model, checkpointing=True))
+    assert (everything.total, everything.layers) == (peaks[2], 6)
 
 
 def test_a_config_that_is_no_language_model_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.unit.learner.fakes import VOCABULARY, wide_model
 from tests.unit.learner.train.test_training import algorithm, gradients, make_groups
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from kestrl.errors import UserInputError
 from kestrl_learner.model import trained_model
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.sft.encoding import train_row
@@ -95,6 +96,15 @@ def test_checkpointing_keeps_less_and_no_logits_are_kept(
     plain = saved_elements(policy_of(models["qwen3"]))
     checkpointed = saved_elements(policy_of(models["qwen3"], gradient_checkpointing=True))
     assert checkpointed < plain / 2
+    of_first = saved_elements(policy_of(models["qwen3"], gradient_checkpointing=True, checkpointed_layers=1))
+    assert checkpointed < of_first < plain
+
+
+def test_more_checkpointed_layers_than_the_model_has_are_refused(
+    models: dict[str, Path], policy_of: Callable[..., PolicyModel]
+) -> None:
+    with pytest.raises(UserInputError, match="checkpointedLayers is 3, and the model has 2 layers"):
+        policy_of(models["qwen3"], gradient_checkpointing=True, checkpointed_layers=3)
 
 
 def test_offloaded_inputs_of_layers_give_the_same_gradient(

@@ -25,10 +25,16 @@ from kestrl_learner.train.trainer import StepResult, Trainer
 Maker = Callable[..., PolicyModel]
 
 
-@pytest.fixture(scope="module", params=["checkpointing", "plain"])
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "all layers": {"gradient_checkpointing": True},
+    "the first layer": {"gradient_checkpointing": True, "checkpointed_layers": 1},
+    "none": {},
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTING)
 def policy(request: pytest.FixtureRequest, models: dict[str, Path]) -> PolicyModel:
-    checkpointing = request.param == "checkpointing"
-    return make_policy(models["qwen3"], disturb=0.3, dtype="float64", gradient_checkpointing=checkpointing)
+    return make_policy(models["qwen3"], disturb=0.3, dtype="float64", **CHECKPOINTING[request.param])
 
 
 def of_any_prompt(prompt: int, rows: Sequence[tuple[int, Sequence[bool]]]) -> TrainGroup:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from tests.unit.shared.plan.test_plan import job_with
 
-from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemoryPart, MemorySettings, changes, memory_settings
+from kestrl._shared.plan.memory import (
+    GIB,
+    MemoryEstimate,
+    MemoryPart,
+    MemorySettings,
+    changes,
+    fewest_checkpointed,
+    memory_settings,
+)
 from kestrl._shared.plan.sharing import SharedMemory
 from kestrl._shared.spec.sft import parse_sft_job
 
@@ -111,6 +119,17 @@ def test_a_device_holds_the_estimate_and_a_margin() -> None:
 )
 def test_what_lowers_a_peak(settings: MemorySettings, peak: MemoryEstimate, advice: list[str]) -> None:
     assert changes(settings, peak) == advice
+
+
+def peak(total: float, layers: int) -> MemoryEstimate:
+    return MemoryEstimate(parts={MemoryPart.ACTIVATIONS: int(total * GIB)}, rows=1, layers=layers)
+
+
+@pytest.mark.parametrize(("device", "layers"), [(200, 1), (111, 1), (98, 4), (54, 12), (22.1, 17), (5, 17)])
+def test_the_least_number_of_layers_whose_peak_fits(device: float, layers: int) -> None:
+    """100 GiB with the first layer checkpointed and 5 less for each other one, and the margin of a tenth."""
+    fewest = fewest_checkpointed(all_layers=peak(20, 17), one_layer=peak(100, 17), device_bytes=device * GIB)
+    assert fewest == layers
 
 
 def test_the_largest_part_comes_first_and_small_ones_are_not_worth_it() -> None:

@@ -124,6 +124,7 @@ def test_a_missing_field_is_named() -> None:
             ["learner.activationOffload=true", "learner.gradientCheckpointing=true"],
             "spec.learner.activationOffload",
         ),
+        (["learner.checkpointedLayers=2"], "spec.learner.checkpointedLayers"),
         (["agent.maxTokensPerTurn=4000"], "spec.agent.maxTokensPerTurn"),
         (["tools=[{name: a, use: 'm:f'}, {name: a, use: 'm:g'}]"], "spec.tools"),
         (["tools=[{use: 'm:a'}, {name: a, use: 'm:g'}]"], "spec.tools"),

@@ -34,6 +34,13 @@ def test_a_context_beyond_the_positions_names_field_and_limit() -> None:
     assert problems({"text_config": {"max_position_embeddings": 4095}})
 
 
+def test_more_checkpointed_layers_than_the_model_has_name_its_number() -> None:
+    overrides = ("learner.gradientCheckpointing=true", "learner.checkpointedLayers=25")
+    (problem,) = problems({"num_hidden_layers": 24}, *overrides)
+    assert problem == "spec.learner.checkpointedLayers: 25 are more than the 24 layers of the model; use at most 24"
+    assert problems({"num_hidden_layers": 25}, *overrides) == []
+
+
 @pytest.mark.parametrize(
     ("limit", "overrides", "length"),
     [(2048, (), 2048), (8192, (), 4096), (2048, ("inference.contextLength=4096",), 4096), (None, (), 4096)],

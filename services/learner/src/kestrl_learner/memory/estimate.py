@@ -36,6 +36,7 @@ from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
 from kestrl_learner.memory.fake_ranks import CountedGather, count_gathers, fake_mesh
 from kestrl_learner.memory.live_bytes import LiveBytes
+from kestrl_learner.model.checkpointing import layers_of
 from kestrl_learner.model.full_model import FullModel
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
@@ -136,12 +137,7 @@ class ShapedFullModel(ShapedModel, FullModel):
 
 def _shaped(settings: MemorySettings) -> ShapedModel:
     policy = settings.policy
-    options = ModelOptions(
-        device="meta",
-        gradient_checkpointing=policy.gradient_checkpointing,
-        activation_offload=policy.activation_offload,
-        tokens_per_pass=policy.tokens_per_pass,
-    )
+    options = ModelOptions(device="meta", **policy.pass_options())
     if settings.parameters == "all":
         return ShapedFullModel(policy.model, dtype=policy.dtype, seed=policy.seed, **options)
     return ShapedPolicyModel(
@@ -186,7 +182,12 @@ def estimate(settings: MemorySettings) -> MemoryEstimate:
     copies = _copied(settings, parts.get(MemoryPart.ADAPTER, 0))
     program = PROGRAM_BYTES.get(policy.device, DEVICE_BYTES)
     extra = {part: size for part, size in ((MemoryPart.COPIES, copies), (MemoryPart.PROGRAM, program)) if size}
-    return MemoryEstimate(parts=parts | extra, rows=sum(len(piece.rows) for piece in pieces), host=model.host)
+    return MemoryEstimate(
+        parts=parts | extra,
+        rows=sum(len(piece.rows) for piece in pieces),
+        host=model.host,
+        layers=len(layers_of(model.network)),
+    )
 
 
 def longest_group(settings: MemorySettings) -> TrainGroup:

@@ -135,9 +135,7 @@ def load_policy(settings: PolicySettings, group: RankGroup | None = None) -> Pol
         targets=settings.targets,
         seed=settings.seed,
         device=settings.device if group is None else str(group.device),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        activation_offload=settings.activation_offload,
-        tokens_per_pass=settings.tokens_per_pass,
+        **settings.pass_options(),
         group=group,
     )
     if settings.adapter_from is not None:

@@ -105,9 +105,7 @@ def load(settings: PolicySettings) -> FullModel:
         dtype=settings.dtype,
         seed=settings.seed,
         device=settings.device,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        activation_offload=settings.activation_offload,
-        tokens_per_pass=settings.tokens_per_pass,
+        **settings.pass_options(),
     )
 
 

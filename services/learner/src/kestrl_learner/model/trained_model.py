@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kestrl._shared.spec.rules.adapter_rules import expert_problems
 from kestrl.errors import UserInputError
@@ -30,6 +29,7 @@ from kestrl_learner.batch import kernels, packing
 from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
+from kestrl_learner.model.checkpointing import checkpoint_layers
 from kestrl_learner.model.head import token_logprobs
 from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.ranks.sharding import shard_layers
@@ -44,6 +44,7 @@ class ModelOptions(TypedDict, total=False):
 
     device: str
     gradient_checkpointing: bool
+    checkpointed_layers: int | None
     activation_offload: bool
     tokens_per_pass: int
     group: RankGroup | None
@@ -58,6 +59,7 @@ class TrainedModel(ABC):
         seed: Seed of what is initialised.
         device: torch device.
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass.
+        checkpointed_layers: Number of the first layers to which this applies; None is all.
         activation_offload: Keeps these inputs in host memory until the backward pass.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included; on a CPU packed passes are
             smaller, by `packing.largest_pass`.
@@ -80,6 +82,7 @@ class TrainedModel(ABC):
         seed: int,
         device: str = "cpu",
         gradient_checkpointing: bool = False,
+        checkpointed_layers: int | None = None,
         activation_offload: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
         group: RankGroup | None = None,
@@ -96,7 +99,7 @@ class TrainedModel(ABC):
         self.tokens_per_pass = tokens_per_pass
         self._offloads = activation_offload
         if gradient_checkpointing:
-            self._checkpoint_layers()
+            checkpoint_layers(self.network, checkpointed_layers)
         self._check_head()
         self._packs = packing.enable(base) and self._packs_exactly(base)
         self._kernel = self._sharing_kernel() if self._packs else None
@@ -143,14 +146,6 @@ class TrainedModel(ABC):
             shard_layers(base, self._body, group.mesh)
         self.network.to(self.device)
         return config, base
-
-    def _checkpoint_layers(self) -> None:
-        self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers = [module for module in self.network.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not layers:
-            raise UserInputError("spec.learner.gradientCheckpointing: this family of models does not support it")
-        for layer in layers:
-            layer.training = True  # the layer's own flag: its parts stay in evaluation, without dropout
 
     def _packs_exactly(self, base: Any) -> bool:
         """Whether packed rows have the states of separate rows; otherwise the model gets its attention back."""

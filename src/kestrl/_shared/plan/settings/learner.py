@@ -41,7 +41,22 @@ class GapBounds(SettingsModel):
     """Smallest effective sample size, as a share of the tokens."""
 
 
-class PolicySettings(SettingsModel):
+class PassSettings(SettingsModel):
+    """How much a forward pass computes, and what it keeps for the backward pass."""
+
+    gradient_checkpointing: bool = False
+    checkpointed_layers: int | None = None
+    """Number of the first layers that keep their inputs only; None is all."""
+    activation_offload: bool = False
+    tokens_per_pass: int = 16_384
+    """Largest number of tokens of a forward pass."""
+
+    def pass_options(self) -> dict[str, Any]:
+        """These fields as keyword arguments of a model under training."""
+        return self.model_dump(include=set(PassSettings.model_fields))
+
+
+class PolicySettings(PassSettings):
     """The model under training, in a learner's and in an SFT run's settings."""
 
     model: str
@@ -54,10 +69,6 @@ class PolicySettings(SettingsModel):
     """Address of the adapter that version 0 is."""
     seed: int
     device: str = "cpu"
-    gradient_checkpointing: bool = False
-    activation_offload: bool = False
-    tokens_per_pass: int = 16_384
-    """Largest number of tokens of a forward pass."""
 
 
 class SinkEntry(SettingsModel):

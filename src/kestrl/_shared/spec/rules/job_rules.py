@@ -14,7 +14,7 @@ from kestrl._shared.spec.rules.engine_rules import engine_problems
 from kestrl._shared.spec.rules.environment_rules import environment_problems
 from kestrl._shared.spec.rules.file_rules import file_problems
 from kestrl._shared.spec.rules.judge_rules import judge_problems
-from kestrl._shared.spec.rules.learner_rules import offload_problems
+from kestrl._shared.spec.rules.learner_rules import checkpointing_problems, offload_problems
 from kestrl._shared.spec.rules.tool_rules import tool_problems
 from kestrl._shared.spec.scalars import format_duration
 from kestrl.agents.registry import BUILT_IN as LOOPS
@@ -270,6 +270,7 @@ def offloading_saves_memory(spec: JobSpec) -> Iterator[Problem]:
         checkpointing=learner.gradient_checkpointing,
         on_cpu=learner.accelerator.profile == "cpu",
     )
+    yield from checkpointing_problems(layers=learner.checkpointed_layers, checkpointing=learner.gradient_checkpointing)
 
 
 RULES: tuple[Rule, ...] = (

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from kestrl._shared.spec.job import AgentRLJob, JobSpec
 from kestrl._shared.spec.problems import Problem
+from kestrl._shared.spec.rules.learner_rules import LAYERS
 
 UNSCALED = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 """Kinds of rotary positions whose `max_position_embeddings` is the limit itself; for others it is multiplied by a
@@ -29,6 +30,9 @@ def model_problems(spec: JobSpec, config: Mapping[str, Any]) -> Iterator[Problem
             f"{length} tokens are more than the {limit} positions of the model; use at most {limit}",
         )
     yield from _heads(spec.inference.accelerator.count, text)
+    layers, checkpointed = _count(text, "num_hidden_layers"), spec.learner.checkpointed_layers
+    if layers is not None and checkpointed is not None and checkpointed > layers:
+        yield Problem(LAYERS, f"{checkpointed} are more than the {layers} layers of the model; use at most {layers}")
 
 
 def fitted(job: AgentRLJob, config: Mapping[str, Any]) -> AgentRLJob:

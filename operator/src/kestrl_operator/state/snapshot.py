@@ -290,6 +290,7 @@ class Snapshot:
     def live_report(self) -> LearnerReport | None:
         """The learner's report, if it is current: from a pod that exists, through a stream that is open."""
         report = self.last_report
+        # By uid: the pod that replaces it has the same name.
         if report is None or not report.connected or not any(pod.uid == report.pod for pod in self.of(Role.LEARNER)):
             return None
         return report
@@ -314,6 +315,7 @@ def seconds_of(time: str | None) -> float | None:
 
 def count_of(text: str) -> int:
     """The number in an annotation; 0 for anything else."""
+    # Anybody who may edit the object may write it, and a decision must not fail by what they wrote.
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 

@@ -141,6 +141,7 @@ def _after_the_end(snapshot: Snapshot, spec: JobSpec | None) -> Decision:
 def _end(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
     """Reason and message of the job's end, if it ends now."""
     live = snapshot.live_report
+    # First: what fails while the components of a run that has succeeded go away is no failure of the job.
     if live is not None and live.phase is RunPhase.SUCCEEDED:
         return (
             "Completed",
@@ -153,7 +154,7 @@ def _end(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
         if _rule(spec, role, item.reason).action == "Fail":
             return "LearnerFailed" if role is Role.LEARNER else "BackoffExceeded", f"{role}: {item}"
     if spec.suspend:
-        return None
+        return None  # it restarts nothing, so that no limit of restarts is reached, and its deadlines do not run
     if snapshot.counted >= spec.failure_policy.backoff_limit:
         for item in _job_restart_causes(snapshot, spec):
             return "BackoffExceeded", f"{_too_often(snapshot, spec, 'a component failed')}: {item}"
@@ -175,6 +176,7 @@ def pending(snapshot: Snapshot) -> tuple[float, str] | None:
     """
     if waits_for_admission(snapshot):
         return None
+    # A pod's time in its queue is not the cluster's: what counts begins with the admission.
     admitted = 0.0 if snapshot.queue is None else running_since(snapshot) or snapshot.now
     waiting = [(max(pod.made, admitted), f"{pod.name}: {waits_for(pod)}") for pod in stuck(snapshot)[:1]]
     if snapshot.not_created is not None:
@@ -228,6 +230,7 @@ def reported_failure(snapshot: Snapshot) -> Failure | None:
     live = snapshot.live_report
     if live is None:
         return None
+    # After the decision to restart, the old pod is there for a while and would have its failure counted once more.
     pod = next((pod for pod in snapshot.of(Role.LEARNER) if pod.uid == live.pod), None)
     return live.failure if pod is not None and pod.attempts == snapshot.attempts else None
 
@@ -250,6 +253,7 @@ def _fits(pattern: str, reason: str) -> bool:
 def _container_failures(snapshot: Snapshot) -> Iterator[tuple[ContainerEnd, Role]]:
     for pod in snapshot.staying:
         for item in pod.ended:
+            # Pods from before the last restart of the job are still being replaced; that restart was for their ends.
             if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == snapshot.restarts:
                 yield item, Role.LEARNER if pod.role is Role.RANKS else pod.role
 
@@ -274,6 +278,7 @@ def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
     seconds_left = since + spec.learner.termination_grace + group_seconds(spec) - snapshot.now
     if seconds_left <= 0:
         return standing
+    # The beginning is remembered for as long as it drains: another pass must not begin the time anew.
     memory = Memory(draining=since, failed=snapshot.memory.failed)
     return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, requeue_after=seconds_left)
 
@@ -282,6 +287,7 @@ def _must_drain(snapshot: Snapshot) -> bool:
     if snapshot.learner is not None and snapshot.learner.replicas == 0:
         return False  # it was scaled down before: the remaining pods are terminating
     live = snapshot.live_report
+    # A learner that starts has done nothing since the checkpoint that it starts from.
     return live is not None and live.phase is not RunPhase.STARTING and not live.over
 
 
@@ -305,6 +311,7 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
     restarting = replace(standing, retry=f"{target} is restarted{nth}", requeue_after=deadline)
     restarting = replace(restarting, memory=Memory(rest=rest_of(snapshot)))
     if action == "Ignore":
+        # Deleted, and not rolled by a new number of attempts, which would count.
         return replace(restarting, remove=_reporting_pod(snapshot))
     return replace(restarting, attempts=snapshot.attempts + 1, restarts=snapshot.restarts + int(action == "RestartJob"))
 

@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 2000
 
 WITHOUT_ENGINE := "not engine and not servers and not gpu and not helm and not e2e and not distributions and not versions and not agents"
 
-.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels release engine-run engine-versions unit room inspect-check servers engine kit cluster-up cluster-down images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
+.PHONY: agents docs harnesses langgraph help setup demo demo-real test test-all test-long distributions wheels release engine-run engine-versions unit room flips inspect-check servers engine kit cluster-up cluster-down images chart e2e cluster soak lint types layers check gen bench crd-check object-check contracts clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -62,6 +62,13 @@ ROOM ?=
 room: $(STAMP)
 	$(if $(ROOM),,$(error name a folder below tests/unit: make room ROOM=learner/train))
 	$(BIN)/python -m pytest -q -n 2 -m $(WITHOUT_ENGINE) tests/unit/$(ROOM)
+
+## make flips            flip COUNT comparisons of plan and spec, one at a time, and count those that their tests notice
+COUNT ?= 100
+SEED ?= 1
+flips: $(STAMP)
+	$(BIN)/python scripts/flips.py src/kestrl/_shared/plan src/kestrl/_shared/spec --count $(COUNT) --seed $(SEED) \
+	  --tests tests/unit/shared/plan tests/unit/shared/spec
 
 ## make distributions    build the wheel of each distribution, install it alone and start it
 distributions: $(STAMP)

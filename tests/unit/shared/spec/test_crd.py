@@ -216,6 +216,7 @@ def test_kubectl_get_prints_what_the_status_has() -> None:
     columns = VERSION["additionalPrinterColumns"]
     names = ["Phase", "Step", "Policy", "Converged", "Lag", "Reward", "Idle", "Age", "Reason"]
     assert [column["name"] for column in columns] == names
+    assert [column["name"] for column in columns if column.get("priority")] == ["Reason"], "columns of -o wide alone"
     for column in columns[:7]:
         assert at(tuple(column["jsonPath"].strip(".").split(".")))["type"] == column["type"]
     scale = VERSION["subresources"]["scale"]

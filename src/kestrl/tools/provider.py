@@ -9,13 +9,14 @@ session allows it. `kestrl.testing.tool_provider` has the conformance suite.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from kestrl.errors import ToolFailure
-from kestrl.tools import ToolSchema
+from kestrl.tools import SandboxInUse, ToolSchema, WarmPool
 from kestrl.tools.arguments import Arguments
 
 Kwargs = Mapping[str, Any]
@@ -156,6 +157,31 @@ class ToolProvider(Protocol):
     async def stop(self) -> None:
         """Releases everything; called once, last, also if `list_tools` or `start` failed."""
         ...
+
+
+@runtime_checkable
+class CodeProvider(ToolProvider, Protocol):
+    """A provider whose tool runs code in a sandbox. A class that names this one as its base is made a provider where
+    `tools[].use` names it, with the manifest's `config`.
+    """
+
+    def __init__(self, name: str, config: Kwargs, warm_pool: Callable[[], WarmPool] | None) -> None:
+        """Describes the provider; `warm_pool` gives what `sandbox.claim` names when the service starts.
+
+        Raises:
+            UserInputError: The config does not fit.
+        """
+        ...
+
+    @property
+    def sandbox(self) -> SandboxInUse | None:
+        """Where code runs; None before `start`, or if it runs none."""
+        ...
+
+
+def is_code_provider(candidate: object) -> TypeGuard[type[CodeProvider]]:
+    """Whether an object is a class with `CodeProvider` as its base; methods of the same names do not make one."""
+    return inspect.isclass(candidate) and CodeProvider in candidate.__mro__
 
 
 def digest(tools: Sequence[ToolDefinition]) -> str:

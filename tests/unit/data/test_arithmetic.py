@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from kestrl._app.tasks.arithmetic import problems, rows, transcripts
 from kestrl.data import load_scenarios, locate_data
 from kestrl.data.conversations import Conversation, conversation, read_conversations
 from kestrl.errors import UserInputError
-from kestrl.tools.schema import describe
 from kestrl_sandbox.tool import PythonInterpreter
 
 
@@ -64,7 +64,8 @@ def test_rows_are_read_as_scenarios_of_the_jobs_own_loop(tmp_path: Path) -> None
 def test_transcripts_call_the_tool_that_the_job_offers(tmp_path: Path) -> None:
     """Name and parameters differ in nothing, or the model would be trained on calls that its job refuses."""
     kestrl("--transcripts", "--size", "30", "--out", tmp_path / "transcripts.jsonl")
-    offered = describe(PythonInterpreter, "code_interpreter").to_openai()["function"]
+    (definition,) = asyncio.run(PythonInterpreter("code_interpreter", {}).list_tools())
+    offered = definition.schema.to_openai()["function"]
     for read in read_conversations(tmp_path / "transcripts.jsonl"):
         assert [message["role"] for message in read.messages] == ["user", "assistant", "tool", "assistant"]
         (tool,) = read.tools

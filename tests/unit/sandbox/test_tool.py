@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 from tests.unit.tools.conftest import Client, served
 
-from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
-from kestrl.errors import Boundary, KestrlError, UserInputError
+from kestrl._shared.plan.settings.tools import ProcessEntry, ToolEntry, ToolsSettings
+from kestrl.errors import Boundary, KestrlError, ToolFailure, UserInputError
+from kestrl.testing.tool_provider import check_tool_provider
+from kestrl.tools.provider import CodeProvider
 from kestrl_sandbox.contract import Outcome, Result, SandboxFailure
-from kestrl_sandbox.tool import _Shared, text_of
+from kestrl_sandbox.interpreter.observation import text_of
+from kestrl_sandbox.interpreter.shared_pool import SHARED
+from kestrl_sandbox.tool import CodeInterpreter, PythonInterpreter
+from kestrl_tools.catalogue import load_tools
 from kestrl_tools.service import run_tools
+from kestrl_tools.tool_threads import ToolThreads
 
 NAME = "code_interpreter"
 
@@ -57,8 +63,8 @@ async def test_a_call_runs_code_and_the_model_reads_what_happened() -> None:
         assert refused.outcome == "schema_violation"
         assert "5,000,012 characters, above the limit of 1,000,000" in refused.text
         assert (await client.call(session, NAME, {"code": "1", "language": "perl"})).outcome == "schema_violation"
-        assert _Shared.outcomes["timeout"] >= 1
-    assert _Shared.pool is None
+        assert SHARED.outcomes["timeout"] >= 1
+    assert SHARED.pool is None
 
 
 async def test_a_session_keeps_variables_and_another_episode_has_its_own() -> None:
@@ -73,7 +79,7 @@ async def test_a_session_keeps_variables_and_another_episode_has_its_own() -> No
         assert (await client.call(first, NAME, {"code": "open('data.txt').read()"})).text == "'hidden'"
         await client.close(first)
         await client.close(second)
-        pool = _Shared.pool
+        pool = SHARED.pool
         assert pool is not None
         assert pool.running == 0
 
@@ -134,6 +140,43 @@ def test_output_that_is_no_text_is_readable() -> None:
     assert text_of(Result(outcome=Outcome.OK, stdout=b"\xffa\n")) == "\ufffda"
 
 
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("interpreter_class", [CodeInterpreter, PythonInterpreter])
+async def test_it_conforms_as_a_provider_of_tools(interpreter_class: type[CodeProvider], session: bool) -> None:
+    config = {"session": session, "max_sandboxes": 4, "seconds": 30, "memory_mb": 128}
+    await check_tool_provider(
+        lambda: interpreter_class(NAME, config, None),
+        {NAME: {"code": "open('data.txt').read()"}},
+        create_kwargs={"files": {"data.txt": "hidden"}},
+        invalid_create_kwargs={"timeout": 3},
+        slow=(NAME, {"code": "import time; time.sleep(25)"}),
+    )
+    assert (SHARED.pool, SHARED.users) == (None, 0)
+
+
+async def test_a_row_cannot_replace_what_the_manifest_sets() -> None:
+    provider = CodeInterpreter(NAME, {"seconds": 2}, None)
+    provider.check({"memory_mb": 128})
+    with pytest.raises(ToolFailure, match="the manifest's config sets seconds"):
+        provider.check({"seconds": 60})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"timeout": 3}}, "use: kestrl_sandbox.tool:CodeInterpreter: its config does not fit: .*'timeout'"),
+        ({"methods": ("program",)}, "methods: kestrl_sandbox.tool:CodeInterpreter is one tool"),
+        (
+            {"process": ProcessEntry(memory_mb=64)},
+            "use: .*CodeInterpreter runs code in sandboxes of its own, .*`process`",
+        ),
+    ],
+)
+async def test_a_manifest_that_no_interpreter_fits_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserInputError, match=rf"spec\.tools\[0\]\.{message}"):
+        await load_tools([ToolEntry(name=NAME, use="kestrl_sandbox.tool:CodeInterpreter", **options)], ToolThreads())
+
+
 def entry(name: str, cls: str, **config: Any) -> ToolEntry:
     return ToolEntry(name=name, use=f"kestrl_sandbox.tool:{cls}", config={"max_sandboxes": 2, **config})
 
@@ -164,8 +207,8 @@ async def test_tools_that_run_code_share_one_pool() -> None:
         session = await client.open()
         for name in (NAME, "python"):
             assert (await client.call(session, name, {"code": "6 * 7"})).text == "42"
-        assert _Shared.tools == 2
-    assert (_Shared.pool, _Shared.tools) == (None, 0)
+        assert SHARED.users == 2
+    assert (SHARED.pool, SHARED.users) == (None, 0)
 
 
 async def test_tools_that_ask_for_different_pools_end_the_start() -> None:
@@ -180,4 +223,4 @@ async def test_tools_that_ask_for_different_pools_end_the_start() -> None:
     )
     with pytest.raises(UserInputError, match="tool python: config: memory_mb: is 64, and 512 in another tool"):
         await run_tools(settings)
-    assert (_Shared.pool, _Shared.tools) == (None, 0)
+    assert (SHARED.pool, SHARED.users) == (None, 0)

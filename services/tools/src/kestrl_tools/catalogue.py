@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kestrl._shared.plan.settings.tools import ToolEntry
+from kestrl.compat.verl.imports import load
 from kestrl.errors import KestrlError, SeveralProblems, UserInputError, text_of
 from kestrl.tools import SandboxInUse, ToolError, ToolSchema
-from kestrl.tools.provider import ToolDefinition, ToolProvider, digest
+from kestrl.tools.provider import CodeProvider, ToolDefinition, ToolProvider, digest, is_code_provider
 from kestrl_tools.environments.provider import EnvironmentProvider
 from kestrl_tools.execution import guarded
 from kestrl_tools.http.provider import HttpProvider
 from kestrl_tools.process.provider import ProcessProvider
-from kestrl_tools.python_provider import PythonProvider, python_provider
+from kestrl_tools.python_provider import python_provider, warm_pool_of
 from kestrl_tools.redacted import RedactedProvider, redactor_of
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -60,7 +62,20 @@ def provider_of(entry: ToolEntry, field: str, threads: ToolThreads, *, folder: s
         return EnvironmentProvider(entry, entry.environment, field, folder)
     if entry.process is not None:
         return ProcessProvider(entry, field, folder)
+    tool_class = None if entry.use is None else load(entry.use, field=f"{field}.use")
+    if is_code_provider(tool_class):
+        return _code_provider(tool_class, entry, field)
     return python_provider(entry, field, threads)
+
+
+def _code_provider(provider_class: type[CodeProvider], entry: ToolEntry, field: str) -> CodeProvider:
+    if entry.methods is not None:
+        raise UserInputError(f"{field}.methods: {entry.use} is one tool, without methods that could be some; remove it")
+    claim = entry.claim
+    try:
+        return provider_class(entry.name, entry.config, None if claim is None else partial(warm_pool_of, claim))
+    except UserInputError as error:
+        raise UserInputError(f"{field}.use: {entry.use}: {error}") from error
 
 
 async def load_tools(
@@ -148,7 +163,7 @@ def sandboxes_of(tools: Mapping[str, JobTool]) -> dict[str, SandboxInUse]:
     return {
         provider.name: provider.sandbox
         for provider in providers_of(tools)
-        if isinstance(provider, PythonProvider) and provider.sandbox is not None
+        if isinstance(provider, CodeProvider) and provider.sandbox is not None
     }
 
 

@@ -16,7 +16,15 @@ from kestrl.errors import KestrlError, UserInputError
 from kestrl.tools import SandboxInUse, ToolError, WarmPool
 from kestrl.tools.arguments import Arguments
 from kestrl.tools.json_schema import SchemaInvalid
-from kestrl.tools.provider import NO_KWARGS, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
+from kestrl.tools.provider import (
+    NO_KWARGS,
+    Kwargs,
+    ProviderSession,
+    ToolDefinition,
+    is_code_provider,
+    kwargs_failure,
+    refuse_fixed,
+)
 from kestrl.tools.schema import Described, read
 from kestrl_tools.environment_classes import (
     ADAPTER_HOOKS,
@@ -127,6 +135,9 @@ def python_provider(entry: ToolEntry, field: str, threads: ToolThreads) -> Pytho
     """
     assert entry.use is not None
     obj = load(entry.use, field=f"{field}.use")
+    if is_code_provider(obj):
+        problem = "runs code in sandboxes of its own, so it is no environment and has no `process`; remove it"
+        raise UserInputError(f"{field}.use: {entry.use} {problem}")
     _refuse_method(obj, entry.use, field)
     try:
         if entry.claim is not None:
@@ -220,7 +231,7 @@ def _service_hooks(cls: Any, entry: ToolEntry) -> tuple[Callable[[], Any] | None
     start, claim = getattr(cls, "start_service", None), entry.claim
     stop = getattr(cls, "stop_service", None)
     if start is not None and claim is not None:
-        return lambda: start(**entry.config, warm_pool=_warm_pool(claim)), stop
+        return lambda: start(**entry.config, warm_pool=warm_pool_of(claim)), stop
     return (partial(start, **entry.config) if start else None), stop
 
 
@@ -249,7 +260,12 @@ def _check_claim(obj: Any) -> None:
         raise UserInputError("has no `start_service` that takes `warm_pool`, so that it cannot have `sandbox.claim`")
 
 
-def _warm_pool(claim: ClaimEntry) -> WarmPool:
+def warm_pool_of(claim: ClaimEntry) -> WarmPool:
+    """What an entry claims, with the present token.
+
+    Raises:
+        UserInputError: The token is not set, or a header cannot hold it.
+    """
     return WarmPool(
         name=claim.warm_pool,
         token=secret_header("sandbox.claim", claim.token),

@@ -6,23 +6,30 @@
 
 `<` becomes `<=`, `==` becomes `!=`, `in` becomes `not in`, and so on. Which comparisons are flipped follows from the
 seed and the source alone. Survivors are printed as they are found; some of them change nothing that anybody can see.
+
+Tests are collected once, and each flip is made in a fork with the code of its function replaced: most flips are noticed
+in less time than the imports take. One that is not, or that no function has, is tried again in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import compileall
+import gc
 import os
-import py_compile
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
+from types import CodeType, FunctionType
+
+import pytest
 
 OPPOSITES: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -36,8 +43,9 @@ OPPOSITES: dict[type[ast.cmpop], str] = {
     ast.In: "not in",
     ast.NotIn: "in",
 }
-SECONDS = 300
-"""Longest run of the tests; a flip that makes them hang is noticed."""
+SECONDS = 900
+"""Longest run of the tests in a process of their own; a flip that makes them hang is noticed."""
+OPTIONS = ("-q", "-s", "-n", "0")
 
 
 @dataclass(frozen=True)
@@ -76,25 +84,95 @@ def flips(path: Path) -> Iterator[Flip]:
             yield Flip(path, end, left.end_col_offset, right.col_offset, opposite)
 
 
-def tests_pass(copy: Path, tests: Sequence[str]) -> bool:
-    """Whether tests pass with the source in `copy`."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *tests]
-    try:
-        return subprocess.run(command, env=environment, capture_output=True, timeout=SECONDS).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+class Attempt(IntEnum):
+    """How a fork ended."""
+
+    SURVIVED = 0
+    NOTICED = 1
+    FLIPPED_NOTHING = 2
+    BROKE = 3
+    """The fork itself failed, so that nothing is known of the flip."""
 
 
-def is_noticed(flip: Flip, root: Path, copy: Path, tests: Sequence[str]) -> bool:
-    """Whether tests fail with the flip, which is in the copy of `root` meanwhile."""
-    path = copy / flip.path.relative_to(root)
-    source = path.read_bytes()
-    path.write_bytes(flip.apply(source))
-    try:
-        return not tests_pass(copy, tests)
-    finally:
-        path.write_bytes(source)
+class Forks:
+    """A plugin of pytest that runs the collected tests once for each flip, each time in a fork."""
+
+    def __init__(self, chosen: Mapping[int, Flip], root: Path, copy: Path, tests: Sequence[str]) -> None:
+        self._chosen, self._root, self._copy, self._tests = chosen, root, copy, tests
+        self.noticed = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed or self._attempt(session, None) is not Attempt.SURVIVED:
+            raise pytest.UsageError("the tests fail without a flip; repair them first")
+        for number, flip in self._chosen.items():
+            if self._attempt(session, flip) is Attempt.NOTICED or self._is_noticed_alone(flip):
+                self.noticed += 1
+            else:
+                print(f"{number:4}  survived  {flip}", flush=True)
+        return True
+
+    def _attempt(self, session: pytest.Session, flip: Flip | None) -> Attempt:
+        pid = os.fork()
+        if not pid:
+            attempt = Attempt.BROKE
+            try:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, 1)
+                os.dup2(nowhere, 2)
+                attempt = self._run(session, flip)
+            finally:
+                os._exit(attempt)
+        attempt = Attempt(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if attempt is Attempt.BROKE:
+            raise pytest.UsageError(f"the tests could not be run with {flip}")
+        return attempt
+
+    def _run(self, session: pytest.Session, flip: Flip | None) -> Attempt:
+        if flip is not None and not replaced(self._copy / flip.path.relative_to(self._root), flip):
+            return Attempt.FLIPPED_NOTHING
+        for item, following in pairwise([*session.items, None]):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.testsfailed:
+                return Attempt.NOTICED
+        return Attempt.SURVIVED
+
+    def _is_noticed_alone(self, flip: Flip) -> bool:
+        """Whether tests fail in a process of their own: some have read at their import what the flip changes."""
+        path = self._copy / flip.path.relative_to(self._root)
+        source = path.read_bytes()
+        path.write_bytes(flip.apply(source))
+        environment = {**os.environ, "PYTHONPATH": str(self._copy)}
+        command = [sys.executable, "-m", "pytest", *OPTIONS, "-x", *self._tests]
+        try:
+            return subprocess.run(command, env=environment, capture_output=True, timeout=SECONDS).returncode != 0
+        except subprocess.TimeoutExpired:
+            return True
+        finally:
+            path.write_bytes(source)
+
+
+def replaced(path: Path, flip: Flip) -> bool:
+    """Replaces the code of the functions of an imported file that the flip changes; returns whether there are some."""
+    module = compile(flip.apply(path.read_bytes()), str(path), "exec", dont_inherit=True)
+    flipped = {(code.co_qualname, code.co_firstlineno): code for code in codes(module)}
+    found_some = False
+    for function in gc.get_objects():
+        if not isinstance(function, FunctionType) or function.__code__.co_filename != str(path):
+            continue
+        code = flipped.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+        if code is not None and code != function.__code__:
+            function.__code__ = code
+            found_some = True
+    return found_some
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and all within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 def main() -> None:
@@ -103,32 +181,23 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", required=True, help="what is passed to pytest")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--only", type=int, nargs="+", help="numbers of flips to try again, such as those that survived"
-    )
     arguments = parser.parse_args()
     paths = sorted(path for folder in arguments.folders for path in folder.rglob("*.py"))
     places = [flip for path in paths for flip in flips(path)]
-    chosen = random.Random(arguments.seed).sample(  # noqa: S311 - not for secrets
-        places, min(arguments.count, len(places))
-    )
+    count = min(arguments.count, len(places))
+    chosen = random.Random(arguments.seed).sample(places, count)  # noqa: S311 - not for secrets
     root = next(Path(*path.parts[: path.parts.index("src") + 1]) for path in paths)
-    noticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "src")
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        # By the hash of the source: a flip within a second that leaves the size as it was would not be seen.
-        compileall.compile_dir(copy, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-        if not tests_pass(copy, arguments.tests):
-            raise SystemExit("the tests fail without a flip; repair them first")
-        tried = arguments.only or range(1, len(chosen) + 1)
-        for number in tried:
-            flip = chosen[number - 1]
-            if is_noticed(flip, root, copy, arguments.tests):
-                noticed += 1
-            else:
-                print(f"{number:4}  survived  {flip}", flush=True)
-    print(f"{noticed} of {len(tried)} flips noticed ({len(places)} places, seed {arguments.seed})")
+        # No byte-code: a flip within a second that leaves the size as it was would not be seen.
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        sys.path.insert(0, str(copy))
+        forks = Forks(dict(enumerate(chosen, 1)), root, copy, arguments.tests)
+        if status := pytest.main([*OPTIONS, *arguments.tests], plugins=[forks]):
+            raise SystemExit(int(status))
+    print(f"{forks.noticed} of {count} flips noticed ({len(places)} places, seed {arguments.seed})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which problems of a manifest are reported, once each, and in which order."""
+"""The problems of a manifest: each is reported once, and in which order."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxInUse:
-    """The sandbox in which a tool runs code: what its `start_service` returns, for the status of the job."""
+    """The sandbox in which a tool runs code, for the status of the job; a class returns it from `start_service`."""
 
     backend: str
     """Name of the back-end, such as zygote."""

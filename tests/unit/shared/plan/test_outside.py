@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.unit.shared.plan.test_plan import SITE
 from tests.unit.shared.spec.test_environments import GYM, WORDS, job
 
 from kestrl._shared.plan.agents import gateway_listen, pods_image, pods_replicas, serves_pods
+from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.environments import environment_entry
+from kestrl._shared.plan.planning import plan
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.spec.environments import Environment
 
 if TYPE_CHECKING:
@@ -67,3 +71,13 @@ def test_each_kind_of_environment_has_its_class_and_arguments(
     assert entry.use is not None
     assert entry.use.startswith("kestrl_tools." if use is None else use)
     assert (entry.config, entry.environment.acts, entry.environment.sessions) == (config, acts, 7)
+
+
+@pytest.mark.parametrize(
+    ("spec", "promptless"), [({"environment": GYM}, True), ({"rewards": [{"rule": "format"}]}, False)]
+)
+def test_rows_of_a_job_with_an_environment_need_no_prompt(spec: dict[str, Any], promptless: bool) -> None:
+    planned = job(**spec)
+    (learner,) = (component for component in plan(planned, SITE) if component.role is Role.LEARNER)
+    assert isinstance(learner.settings, LearnerSettings)
+    assert learner.settings.data.promptless is promptless

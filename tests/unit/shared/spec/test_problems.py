@@ -59,3 +59,14 @@ def test_the_kind_of_a_file_is_that_of_a_job_where_it_has_none_that_is_read(
 ) -> None:
     (tmp_path / "file.yaml").write_text(text)
     assert file_kind(tmp_path / "file.yaml") == kind
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("groupSize=4", "spec.groupSize: unknown field; did you mean spec.algorithm.groupSize?"),
+        ("algorithm.maxFailedShar=0.1", "spec.algorithm.maxFailedShar: unknown field; did you mean maxFailedShare?"),
+    ],
+)
+def test_an_unknown_field_is_looked_for_elsewhere_and_among_its_neighbours(override: str, problem: str) -> None:
+    assert refused(override) == [problem]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kestrl._shared.plan.settings.tools import ToolEntry, ToolsSettings
+from kestrl._shared.plan.settings.tools import ClaimEntry, SecretText, ToolEntry, ToolsSettings
 from kestrl.errors import UserInputError
-from kestrl_tools.catalogue import load_tools
+from kestrl_tools.catalogue import load_tools, sandboxes_of
 from kestrl_tools.lifecycle import loaded, start_all
 from kestrl_tools.tool_threads import ToolThreads
 
@@ -130,3 +130,22 @@ async def test_a_hook_that_refuses_its_config_ends_the_start(samples: Any) -> No
 def test_a_hook_has_to_be_a_class_method(samples: Any) -> None:
     with pytest.raises(UserInputError, match=r"spec.tools\[0\].use: .*start_service is called before there is an inst"):
         load(ToolEntry(name="t", use="tool_samples:Unstartable"))
+
+
+@pytest.mark.parametrize(("claimed", "backend"), [(False, "mine"), (True, "claim of code by secret")])
+async def test_a_users_class_claims_sandboxes_and_says_which(
+    samples: Any, monkeypatch: pytest.MonkeyPatch, claimed: bool, backend: str
+) -> None:
+    monkeypatch.setenv("KESTRL_TOOL_SECRET_0", "secret")
+    claim = ClaimEntry(
+        warm_pool="code",
+        token=SecretText(variable="KESTRL_TOOL_SECRET_0"),
+        port=1,
+        bind_seconds=1,
+        use_seconds=1,
+        keep_seconds=1,
+    )
+    entry = ToolEntry(name="runner", use="tool_samples:Runner", claim=claim if claimed else None)
+    async with loaded([entry], ToolThreads()) as tools:
+        await start_all(tools)
+        assert {name: sandbox.backend for name, sandbox in sandboxes_of(tools).items()} == {"runner": backend}

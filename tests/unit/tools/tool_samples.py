@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from kestrl.errors import ToolFailure, UserInputError
-from kestrl.tools import Hidden, ToolError, ToolResult
+from kestrl.tools import Hidden, SandboxInUse, ToolError, ToolResult, WarmPool
 
 
 class Events:
@@ -354,6 +354,19 @@ class Indexed:
     def __call__(self, word: str) -> bool:
         """Whether the index has a word."""
         return word in self.index
+
+
+class Runner:
+    """Runs code in sandboxes that a user's own class claims."""
+
+    @classmethod
+    async def start_service(cls, *, warm_pool: WarmPool | None = None) -> SandboxInUse:
+        backend = "mine" if warm_pool is None else f"claim of {warm_pool.name} by {warm_pool.token}"
+        return SandboxInUse(backend=backend, isolation="namespaces")
+
+    def __call__(self, code: str) -> str:
+        """Runs code."""
+        return code
 
 
 class Unstartable:

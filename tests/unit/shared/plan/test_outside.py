@@ -14,6 +14,7 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.environments import environment_entry
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.plan.settings.learner import LearnerSettings
+from kestrl._shared.plan.tools import runtime_class
 from kestrl._shared.spec.environments import Environment
 
 if TYPE_CHECKING:
@@ -81,3 +82,13 @@ def test_rows_of_a_job_with_an_environment_need_no_prompt(spec: dict[str, Any], 
     (learner,) = (component for component in plan(planned, SITE) if component.role is Role.LEARNER)
     assert isinstance(learner.settings, LearnerSettings)
     assert learner.settings.data.promptless is promptless
+
+
+@pytest.mark.parametrize(("environment", "role"), [(WORDS, Role.AGENT), (GYM, Role.TOOLS)])
+def test_the_runtime_class_of_an_environment_is_that_of_the_pods_that_play_it(
+    environment: dict[str, Any], role: Role
+) -> None:
+    spec = job(environment={**environment, "image": "mine:1", "runtimeClassName": "gvisor"}).spec
+    classes = {other: runtime_class(spec, other) for other in (Role.AGENT, Role.TOOLS)}
+    assert {other for other, named in classes.items() if named is not None} == {role}
+    assert classes[role] == ("gvisor", "spec.environment.runtimeClassName")

@@ -1,39 +1,143 @@
-"""A job's workers, scaled by Kubernetes' own autoscaler."""
+"""A job's workers and its engines, scaled by Kubernetes' own autoscaler."""
 
 from __future__ import annotations
 
+import http.server
+import json
+import re
+import ssl
+import threading
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import yaml
 
-from .installation import JOB, Installation, condition, small
+from .cluster.client import Cluster, Object
+from .cluster.commands import eventually
+from .installation import JOB, ROOT, Installation, condition, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.share]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+NAME = "elastic"
+GROUP, VERSION = "external.metrics.k8s.io", "v1beta1"
+METRIC, WAITING = "kestrl_inference_requests", "state=waiting"
+ADAPTER = "metrics-adapter"
+NEVER: dict[str, Any] = {"profile": "nvidia", "count": 64}
+"""The accelerator of engines that never start: only their number matters here."""
 
 
-def autoscaler(least: int, most: int) -> dict[str, Any]:
-    """The autoscaler of docs/operations.md."""
-    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
+def autoscaler(kind: str, target: str, least: int, most: int) -> Object:
+    """The autoscaler of docs/operations.md for a kind, with another object, other bounds, and no wait before it scales
+    down."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (documented,) = [
+        block
+        for block in map(yaml.safe_load, blocks)
+        if block.get("kind") == "HorizontalPodAutoscaler" and block["spec"]["scaleTargetRef"]["kind"] == kind
+    ]
+    spec = documented["spec"]
+    spec["scaleTargetRef"]["name"] = target
+    behavior = {"scaleDown": {"stabilizationWindowSeconds": 0}}
     return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "elastic"},
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "kestrl.dev/v1alpha1", "kind": "AgentRLJob", "name": "elastic"},
-            "minReplicas": least,
-            "maxReplicas": most,
-            "metrics": [{"type": "Resource", "resource": cpu}],
-        },
+        **documented,
+        "metadata": {"name": NAME},
+        "spec": {**spec, "minReplicas": least, "maxReplicas": most, "behavior": behavior},
     }
 
 
+class Metrics(http.server.ThreadingHTTPServer):
+    """A metrics adapter with one external metric."""
+
+    waiting = 0
+    """Waiting requests of the job's engines."""
+
+
+class Adapter(http.server.BaseHTTPRequestHandler):
+    """The external metrics API."""
+
+    server: Metrics
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        known = f"/apis/{GROUP}/{VERSION}"
+        if address.path == known:
+            self._answer(200, {"kind": "APIResourceList", "groupVersion": f"{GROUP}/{VERSION}", "resources": []})
+            return
+        named = re.fullmatch(rf"{known}/namespaces/[^/]+/{METRIC}", address.path)
+        if named is None or parse_qs(address.query).get("labelSelector") != [WAITING]:
+            self._answer(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404})
+            return
+        metric = {
+            "metricName": METRIC,
+            "metricLabels": {},
+            "timestamp": "2026-01-01T00:00:00Z",
+            "value": str(self.server.waiting),
+        }
+        content = {"kind": "ExternalMetricValueList", "apiVersion": f"{GROUP}/{VERSION}", "metadata": {}}
+        self._answer(200, {**content, "items": [metric]})
+
+    def _answer(self, status: int, content: Object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
+        pass
+
+
+@pytest.fixture
+def metrics(pod_routes: Cluster) -> Iterator[Metrics]:
+    """A metrics adapter beside the cluster, which its API server has as that of external metrics."""
+    cluster, name = pod_routes, f"{VERSION}.{GROUP}"
+    keys = cluster.node.layout.certificates
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(keys / "kubelet-server.crt", keys / "kubelet-server.key")
+    with Metrics((cluster.host_address, 0), Adapter) as serving, cluster.namespace(ADAPTER) as namespace:
+        serving.socket = context.wrap_socket(serving.socket, server_side=True)
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        service = {"name": ADAPTER, "namespace": namespace}
+        registration = {
+            "group": GROUP,
+            "version": VERSION,
+            "service": {**service, "port": serving.server_port},
+            "groupPriorityMinimum": 100,
+            "versionPriority": 100,
+            "insecureSkipTLSVerify": True,
+        }
+        host = {"type": "ExternalName", "externalName": cluster.host_address}
+        try:
+            cluster.apply(
+                [
+                    {"apiVersion": "v1", "kind": "Service", "metadata": service, "spec": host},
+                    {
+                        "apiVersion": "apiregistration.k8s.io/v1",
+                        "kind": "APIService",
+                        "metadata": {"name": name},
+                        "spec": registration,
+                    },
+                ]
+            )
+            yield serving
+        finally:
+            cluster.delete("apiservice", name)  # namespaces are not deleted while an API of them does not answer
+            serving.shutdown()
+            thread.join()
+
+
+@pytest.mark.share
 def test_an_autoscaler_scales_a_jobs_workers_and_the_operator_lets_it(installation: Installation) -> None:
     """There are no metrics here, so only its bounds change the count; that it requests metrics of the workers' pods
     shows that it finds them."""
     cluster = installation.cluster
-    # Engines that never start: only the number of workers matters here.
-    job = small("elastic", inference__accelerator={"profile": "nvidia", "count": 64}, rollout__replicas=None)
-    with installation.place("elastic") as namespace:
+    job = small(NAME, inference__accelerator=NEVER, rollout__replicas=None)
+    with installation.place(NAME) as namespace:
 
         def workers(count: int) -> None:
             cluster.wait_for(
@@ -42,20 +146,61 @@ def test_an_autoscaler_scales_a_jobs_workers_and_the_operator_lets_it(installati
 
         cluster.apply(job, namespace)
         workers(1)
-        cluster.apply(autoscaler(2, 3), namespace)
+        cluster.apply(autoscaler("AgentRLJob", NAME, 2, 3), namespace)
         workers(2)
-        assert installation.job("elastic", namespace)["spec"]["rollout"]["replicas"] == 2
+        assert installation.job(NAME, namespace)["spec"]["rollout"]["replicas"] == 2
         seen = cluster.wait_for(
-            JOB, "elastic", lambda found: found["status"].get("rolloutReplicas") == 2, namespace, seconds=90
+            JOB, NAME, lambda found: found["status"].get("rolloutReplicas") == 2, namespace, seconds=90
         )
         assert condition(seen, "Scheduled")[1] == "Unsatisfiable"
         asked = cluster.wait_for(
             "horizontalpodautoscaler",
-            "elastic",
+            NAME,
             lambda found: condition(found, "ScalingActive")[1] == "FailedGetResourceMetric",
             namespace,
             seconds=90,
         )
         assert condition(asked, "AbleToScale")[0] == "True"
-        cluster.apply(autoscaler(1, 1), namespace)
+        cluster.apply(autoscaler("AgentRLJob", NAME, 1, 1), namespace)
         workers(1)
+
+
+@pytest.mark.share(4)
+def test_an_autoscaler_moves_a_jobs_engines_by_their_queue_within_the_range(
+    installation: Installation, metrics: Metrics
+) -> None:
+    """One engine for 16 waiting requests, as documented. Beyond the range the operator sets the range's most."""
+    cluster, engines = installation.cluster, f"{NAME}-inference"
+    job = small(NAME, inference__accelerator=NEVER, inference__replicas={"min": 1, "max": 3})
+    with installation.place(NAME) as namespace:
+
+        def known_to_the_job(count: int) -> None:
+            """The operator has seen the number, and left it."""
+            cluster.wait_for(
+                JOB,
+                NAME,
+                lambda found: condition(found, "EnginesReady")[2].startswith(f"0/{count}"),
+                namespace,
+                seconds=90,
+            )
+            assert cluster.get("statefulset", engines, namespace)["spec"]["replicas"] == count
+
+        cluster.apply(job, namespace)
+        known_to_the_job(1)
+        metrics.waiting = 40
+        cluster.apply(autoscaler("StatefulSet", engines, 1, 3), namespace)
+        known_to_the_job(3)
+        assert len(cluster.list("pods", namespace, "kestrl.dev/role=inference")) == 3
+        metrics.waiting = 20
+        known_to_the_job(2)
+        cluster.apply(autoscaler("StatefulSet", engines, 1, 8), namespace)
+        metrics.waiting = 100
+        eventually("the operator sets the most of the range", lambda: out_of_range(cluster, namespace), 90)
+        seen = cluster.get("horizontalpodautoscaler", NAME, namespace)
+        assert condition(seen, "ScalingActive")[:2] == ("True", "ValidMetricFound")
+
+
+def out_of_range(cluster: Cluster, namespace: str) -> bool:
+    """Whether the operator has said that there were more engines than the range allows."""
+    events = cluster.list("events.events.k8s.io", namespace)
+    return any(event["reason"] == "EnginesOutOfRange" and "is set to 3" in event["note"] for event in events)

@@ -176,7 +176,10 @@ def test_another_object_in_a_document_says_what_it_is(snippet: Snippet) -> None:
     assert {"apiVersion", "kind", "metadata"} <= set(snippet.content)
     if snippet.content["kind"] == "HorizontalPodAutoscaler":
         target = snippet.content["spec"]["scaleTargetRef"]
-        assert (target["apiVersion"], target["kind"]) == ("kestrl.dev/v1alpha1", "AgentRLJob")
+        assert (target["apiVersion"], target["kind"]) in {
+            ("kestrl.dev/v1alpha1", "AgentRLJob"),
+            ("apps/v1", "StatefulSet"),
+        }
 
 
 def test_there_is_yaml_of_every_kind_to_look_at() -> None:

@@ -172,7 +172,7 @@ def answering(status: int, body: str) -> str:
     ("status", "body", "error", "named"),
     [
         (503, "busy", TargetUnavailable, "answers 503: busy"),
-        (401, "no", TargetRefused, "MLFLOW_TRACKING_TOKEN"),
+        (401, "no", TargetRefused, "TOKEN, in the file of --secret or the Secret of spec.telemetry.mlflow"),
         (200, "<html>", TargetRefused, "is no MLflow server"),
         (404, "not here", TargetRefused, "MLflow 3.6"),
         (400, "the key hunter2-hunter2 is bad", TargetRefused, "the key [redacted] is bad"),

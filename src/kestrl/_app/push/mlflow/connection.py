@@ -100,7 +100,10 @@ class MLflowConnection:
         if status >= 500 or status in LATER:
             return TargetUnavailable(f"{where} answers {status}: {text}")
         if status in {401, 403}:
-            return TargetRefused(f"{where} answers {status}; set {USER} and {PASSWORD}, or {TOKEN}, or name --secret")
+            return TargetRefused(
+                f"{where} answers {status}; set {USER} and {PASSWORD}, or {TOKEN}, in the file of --secret or the "
+                "Secret of spec.telemetry.mlflow.secretRef"
+            )
         if status == 404 and "RESOURCE_DOES_NOT_EXIST" in text:
             return NotFound(f"{where} answers {status}: {text}")
         if status in {404, 405}:

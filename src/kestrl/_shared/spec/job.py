@@ -319,9 +319,15 @@ class FailurePolicy(Model):
     """Rules by priority. Without a matching rule the learner is restarted."""
 
 
+def _without_required_rewards(schema: dict[str, Any]) -> None:
+    """Leaves rewards out of what a schema requires: they are filled in for a job with an environment."""
+    schema["required"] = [name for name in schema["required"] if name != "rewards"]
+
+
 class JobSpec(Model):
     """Desired state of a job."""
 
+    model_config = ConfigDict(json_schema_extra=_without_required_rewards)
     model: ModelSpec
     data: Data
     agent: Agent = Agent()
@@ -330,6 +336,7 @@ class JobSpec(Model):
     that of the job."""
     tools: list[Tool] = []
     rewards: Annotated[list[Reward], Field(min_length=1)]
+    """Components of the reward. Required, unless `environment` brings its own."""
     sampling: Sampling = Sampling()
     evaluation: Evaluation = Evaluation()
     algorithm: Algorithm = Algorithm()

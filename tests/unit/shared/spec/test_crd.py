@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft4Validator
+from jsonschema import Draft4Validator, Draft202012Validator
 
 from kestrl._shared.spec import parse_job
 from kestrl._shared.spec.crd import crd, definition_yaml, sft_crd
-from kestrl._shared.spec.job import JobSpec
-from kestrl._shared.spec.rules.crd_rules import IDENTITY, PLACED_RULES
+from kestrl._shared.spec.job import JobSpec, job_schema
+from kestrl._shared.spec.rules.crd_rules import IDENTITY, OPTIONAL, PLACED_RULES
 from kestrl._shared.spec.sft import parse_sft_job
 
 EXAMPLES = [
@@ -202,14 +202,22 @@ def test_what_a_cluster_alone_knows_is_taken(change: dict[str, Any]) -> None:
 
 
 def test_what_makes_a_run_what_it_is_cannot_change() -> None:
-    frozen = {
-        item["rule"].split(" == ")[0].removeprefix("self.")
-        for item in PLACED_RULES["spec",]
-        if "oldSelf" in item["rule"]
-    }
-    stored = {rule for rule in frozen if "storage.uri" in rule}
-    assert len(stored) == 1, "a run keeps its storage"
-    assert frozen - stored == set(IDENTITY) <= set(JobSpec.model_json_schema(by_alias=True)["properties"])
+    frozen = {item["fieldPath"].removeprefix(".") for item in PLACED_RULES["spec",] if "oldSelf" in item["rule"]}
+    assert frozen - {"storage.uri"} == set(IDENTITY) <= set(JobSpec.model_json_schema(by_alias=True)["properties"])
+    assert "storage.uri" in frozen, "a run keeps its storage"
+    required, properties = SCHEMA["properties"]["spec"]["required"], SCHEMA["properties"]["spec"]["properties"]
+    absent = {part for part in IDENTITY if part not in required and "default" not in properties[part]}
+    assert absent == OPTIONAL, "rules ask for a part that may be missing by has()"
+
+
+def test_an_environment_brings_the_reward_of_a_job_that_names_none() -> None:
+    document = yaml.safe_load(EXAMPLES[-1].read_text())
+    document["spec"].pop("rewards")
+    document["spec"] |= {"tools": [], "environment": {"reasoningGym": {"generator": "chain_sum"}}}
+    Draft4Validator(SCHEMA).validate(document)
+    Draft202012Validator(job_schema()).validate(document)
+    (reward,) = parse_job(document).spec.rewards
+    assert reward.rule == "environment_reward"
 
 
 def test_kubectl_get_prints_what_the_status_has() -> None:

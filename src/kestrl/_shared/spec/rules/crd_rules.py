@@ -10,6 +10,8 @@ from kestrl.episode.deadlines import NESTING
 
 IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluation", "algorithm")
 """Immutable parts of the spec, which identify a run."""
+OPTIONAL = frozenset({"rewards"})
+"""Those that have no default in the schema and may be missing."""
 
 
 Rules = Mapping[tuple[str, ...], tuple[dict[str, str], ...]]
@@ -21,11 +23,24 @@ def rule(expression: str, message: str, path: str | None = None) -> dict[str, st
     return {"rule": expression, "message": message} | ({} if path is None else {"fieldPath": path})
 
 
+def _unchanged(part: str) -> dict[str, str]:
+    """The rule that a part of the spec does not change; `OPTIONAL` ones may be missing."""
+    same = f"self.{part} == oldSelf.{part}"
+    if part in OPTIONAL:
+        same = f"has(self.{part}) == has(oldSelf.{part}) && (!has(self.{part}) || {same})"
+    return rule(same, f"{part} cannot change under a job; make another job", f".{part}")
+
+
 SPEC_RULES = (
-    *(
-        rule(f"self.{part} == oldSelf.{part}", f"{part} cannot change under a job; make another job", f".{part}")
-        for part in IDENTITY
-    ),
+    *map(_unchanged, IDENTITY),
+    {
+        **rule(
+            "has(self.rewards) || has(self.environment)",
+            "name a rule or a judge model; environment alone brings a reward of its own",
+            ".rewards",
+        ),
+        "reason": "FieldValueRequired",
+    },
     rule(
         "has(self.storage.uri) == has(oldSelf.storage.uri) && (!has(self.storage.uri) || self.storage.uri == "
         "oldSelf.storage.uri)",

@@ -33,6 +33,8 @@ TEAM = "example.dev/team"
 """Label of all objects of the release."""
 BUCKET = "runs"
 STORE_SECRET = "runs-credentials"
+COLLECTOR_PORT = 4318
+"""Port of a telemetry collector that jobs may reach."""
 JOB = "agentrljobs.kestrl.dev"
 Object = dict[str, Any]
 
@@ -210,7 +212,7 @@ def values(cluster: Cluster, store: S3Server) -> Object:
             },
             # The drivers of fake devices do not exist; a folder that every node has stands for them.
             "accelerators": {"ascend": {"hostMounts": [{"path": "/opt"}]}},
-            "egressPorts": [store.ports["proxy"], judge_model.PORT],
+            "egressPorts": [store.ports["proxy"], judge_model.PORT, COLLECTOR_PORT],
             "storage": {"uri": f"s3://{BUCKET}/e2e", "secret": STORE_SECRET},
         },
         "operator": {"image": cluster.image_of("operator"), "pullPolicy": "Never", "leaseSeconds": 6},

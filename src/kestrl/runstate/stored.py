@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kestrl.errors import StorageError
 from kestrl.runstate import events
+from kestrl.runstate.history import Mismatch
 from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import EVENTS, Segment, ordered, parse_segment, segment_place, state_of_segments
 from kestrl.runstate.state import RunState
@@ -79,3 +80,17 @@ def finished_steps(entries: Iterable[Entry]) -> dict[int, events.StepFinished]:
         elif isinstance(entry.event, events.StepFinished):
             steps[entry.event.step] = entry.event
     return steps
+
+
+def measured_gaps(entries: Iterable[Entry]) -> dict[int, Mismatch]:
+    """Log-prob mismatches of the steps that count, by number: a step's is measured before the step ends."""
+    gaps: dict[int, Mismatch] = {}
+    last: Mismatch | None = None
+    for entry in entries:
+        if isinstance(entry.event, events.HistoryRestored):
+            gaps, last = {step: gap for step, gap in gaps.items() if step <= entry.event.step}, None
+        elif isinstance(entry.event, events.MismatchMeasured):
+            last = entry.event.gap
+        elif isinstance(entry.event, events.StepFinished) and last is not None:
+            gaps[entry.event.step], last = last, None
+    return gaps

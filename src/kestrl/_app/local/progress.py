@@ -40,7 +40,19 @@ def sparkline(numbers: Sequence[float]) -> str:
 def step_words(state: RunState) -> str:
     """`training step 3/40`; the phase alone while the number of steps is not known."""
     phase = str(state.activity.phase or "in an unknown phase")
-    return f"{phase} step {state.steps.done}/{state.steps.total}" if state.steps.total else phase
+    return f"{phase} {steps}" if (steps := done_words(state)) else phase
+
+
+def done_words(state: RunState) -> str:
+    """`step 3/40`; empty while the number of steps is not known."""
+    return f"step {state.steps.done}/{state.steps.total}" if state.steps.total else ""
+
+
+def held_out_line(before: Mapping[str, float] | None, latest: Mapping[str, float] | None) -> str:
+    """Held-out means before training and last; those of one evaluation if there is no other."""
+    if before and latest and before != latest:
+        return change_line(before, latest)
+    return means_line(latest or before or {})
 
 
 def policy_words(state: RunState) -> str:
@@ -55,8 +67,10 @@ def failure_counts(failures: Mapping[str, int]) -> str:
 
 
 def builds_words(state: RunState) -> str:
-    """Builds of the engines that have proved a policy, each with what named it; empty before that."""
-    return ", ".join(f"{build.engine} {build.version} ({build.witness})" for build in state.engines.builds)
+    """`vllm 0.32.0, policies named by its engine`: builds of the engines that have proved a policy; empty before."""
+    return "; ".join(
+        f"{build.engine} {build.version}, policies named by its {build.witness}" for build in state.engines.builds
+    )
 
 
 def idle_words(idle: IdleTime) -> str:
@@ -78,7 +92,7 @@ def detail_lines(state: RunState) -> list[str]:
     version = "none yet" if state.policy.version is None else state.policy.version.name
     lines = [f"policy {version} proved {state.engines.verified}/{state.engines.total}"]
     if builds := builds_words(state):
-        lines.append(f"engines, and what named their policies: {builds}")
+        lines.append(f"engines: {builds}")
     if idle := idle_words(state.last_step.idle):
         lines.append(f"idle in the last step: {idle}")
     lines += [f"sandbox of {name}: {sandbox}" for name, sandbox in sorted(state.tools.sandboxes.items())]

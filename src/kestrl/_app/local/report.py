@@ -96,7 +96,7 @@ def print_report(console: Console, run: RunDir, summary: RunSummary, store: Obje
             soft_wrap=True,
         )
     if summary.state is not None and (builds := builds_words(summary.state)):
-        console.print(safe_line(f"engines, and what named their policies: {builds}"), markup=False)
+        console.print(safe_line(f"engines: {builds}"), markup=False)
     for name, count in sorted(summary.failures.items()):
         console.print(safe_line(f"failures {name}: {count}"), markup=False)
     if summary.skipped_rows:

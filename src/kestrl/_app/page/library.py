@@ -9,7 +9,16 @@ from typing import Protocol
 
 from kestrl._app.episodes.places import EpisodePlace
 from kestrl._app.local.observation import observe, run_store
-from kestrl._app.local.progress import builds_words, failure_counts, means_line, policy_words, step_words, warnings
+from kestrl._app.local.progress import (
+    builds_words,
+    done_words,
+    failure_counts,
+    held_out_line,
+    means_line,
+    policy_words,
+    step_words,
+    warnings,
+)
 from kestrl._app.local.rundir import RunDir
 from kestrl.errors import KestrlError
 from kestrl.runstate.state import RunState
@@ -45,7 +54,10 @@ class RunFacts:
     state: str = ""
     live: bool = False
     step: str = ""
+    held_out: str = ""
+    """Means on the held-out scenarios, before -> after."""
     means: str = ""
+    """Means of the last training episodes."""
     policy: str = ""
     engines: str = ""
     failures: str = ""
@@ -129,19 +141,22 @@ def _facts(name: str, summary: RunSummary | None, last: RunState | None, *, stat
     run_state = last or (None if summary is None else summary.state)
     if run_state is None:
         reason = "" if summary is None else summary.reason
-        means = "" if summary is None else means_line(summary.after or summary.before or {})
-        return RunFacts(name=name, state=state, live=live, means=means, problem=reason)
-    failure, fleet = run_state.activity.failure, run_state.engines
+        held_out = "" if summary is None else held_out_line(summary.before, summary.after)
+        return RunFacts(name=name, state=state, live=live, held_out=held_out, problem=reason)
+    failure, fleet, history = run_state.activity.failure, run_state.engines, run_state.history
+    evaluated = history.evaluations
+    latest = history.after or (evaluated[max(evaluated)] if evaluated else None)
     reason = ("" if summary is None else summary.reason) or ("" if failure is None else str(failure))
     return RunFacts(
         name=name,
         state=state,
         live=live,
-        step=step_words(run_state),
+        step=step_words(run_state) if live and summary is None else done_words(run_state),
+        held_out=held_out_line(history.before, latest),
         means=means_line(run_state.means),
-        policy=f"{policy_words(run_state)}, verified by {fleet.verified} of {fleet.total} engines",
+        policy=f"{policy_words(run_state)}, proved by {fleet.verified} of {fleet.total} engines",
         engines=builds_words(run_state),
-        failures=failure_counts(run_state.history.failures),
+        failures=failure_counts(history.failures),
         warnings=warnings(run_state),
         problem=reason,
     )

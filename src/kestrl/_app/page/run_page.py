@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from kestrl._app.episodes.reading import Batch
 from kestrl._app.page.charts import Curve, bars, curve
 from kestrl._app.page.steps import Points, StepPoint
 from kestrl.episode import Purpose
-from kestrl.runstate.stored import finished_steps, read_events
+from kestrl.runstate.stored import finished_steps, measured_gaps, read_events
 from kestrl.storage import ObjectStore
 from kestrl.storage.episodes import ObjectEpisodeStore
 
@@ -40,8 +41,13 @@ def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str
         "span": span,
         "reward": curve(_rewards(trained), span),
         "held_out": curve(_rewards(evaluated), span),
-        **_idle_curves(store, span),
+        "staleness": curve(
+            {point.batch.step: point.staleness for point in trained if point.staleness is not None}, span
+        ),
+        **_event_curves(store, span),
         "failures": bars({point.batch.step: point.failures for point in trained}, span),
+        "most_failures": max((sum(point.failures.values()) for point in trained), default=0),
+        "boundaries": sum((Counter(point.failures) for point in trained), Counter[str]()),
         "trained": trained[::-1],
         "evaluated": evaluated[::-1],
         "earlier": newest_steps[0] - 1 if len(steps) > len(newest_steps) else None,
@@ -49,13 +55,19 @@ def run_facts(store: ObjectStore, points: Points, until: int | None) -> dict[str
     }
 
 
-def _idle_curves(store: ObjectStore, span: tuple[int, int]) -> dict[str, Curve]:
-    """Shares of the steps in which the learner waited and the engines had no request, in percent."""
-    steps = {step: event for step, event in finished_steps(read_events(store)).items() if span[0] <= step <= span[1]}
-    idle = {step: event.took.idle for step, event in steps.items()}
+def _event_curves(store: ObjectStore, span: tuple[int, int]) -> dict[str, Curve]:
+    """Shares of the steps in which the learner waited and the engines had no request, in percent, and the log-prob gap
+    of each step.
+    """
+    entries = read_events(store)
+    idle = {step: event.took.idle for step, event in finished_steps(entries).items()}
     learner = {step: 100 * time.learner_share for step, time in idle.items() if time.learner_share is not None}
     engines = {step: 100 * time.engine_share for step, time in idle.items() if time.engine_share is not None}
-    return {"idle_learner": curve(learner, span), "idle_engines": curve(engines, span)}
+    gap = {step: mismatch.mean for step, mismatch in measured_gaps(entries).items()}
+    return {
+        name: curve({step: number for step, number in numbers.items() if span[0] <= step <= span[1]}, span)
+        for name, numbers in (("idle_learner", learner), ("idle_engines", engines), ("gap", gap))
+    }
 
 
 def _rewards(points: Sequence[StepPoint]) -> dict[int, float]:

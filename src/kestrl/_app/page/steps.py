@@ -16,6 +16,7 @@ from kestrl._app.episodes.reading import Batch, batch_table
 from kestrl.episode import Purpose
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import TRAINED_OUTCOMES
 from kestrl.storage.layout import episode_batch, episodes_folder
 
 STEP_COLUMNS = (
@@ -25,7 +26,7 @@ STEP_COLUMNS = (
 """Columns of the table that the page of a step needs."""
 RULER = "ruler"
 """Component of the reward that stores each of its scores."""
-POINT_COLUMNS = ("reward", "failure_boundary", "episode")
+POINT_COLUMNS = ("reward", "failure_boundary", "episode", "outcome", "policy_step")
 MOST_POINTS = 10_000
 """Points that are kept between requests."""
 READERS = 8
@@ -42,6 +43,8 @@ class StepPoint:
     episodes: int
     failures: Mapping[str, int]
     """Failed episodes and groups by boundary."""
+    staleness: int | None = None
+    """Age of the oldest policy that the step trained on, in steps; None of an evaluation."""
     problem: str = ""
     """Why the step cannot be read."""
 
@@ -49,8 +52,14 @@ class StepPoint:
 def point_of(batch: Batch, columns: Mapping[str, Sequence[Any]]) -> StepPoint:
     """The point of a step from its columns."""
     rewards = [reward for reward in columns["reward"] if reward is not None]
+    ages = [
+        batch.step - 1 - policy
+        for policy, outcome in zip(columns["policy_step"], columns["outcome"], strict=True)
+        if policy is not None and outcome in TRAINED_OUTCOMES
+    ]
     return StepPoint(
         batch=batch,
+        staleness=max(ages, default=None),
         reward=fmean(rewards) if rewards else None,
         episodes=sum(name is not None for name in columns["episode"]),
         failures=Counter(boundary for boundary in columns["failure_boundary"] if boundary is not None),

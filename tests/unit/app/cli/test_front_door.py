@@ -191,10 +191,10 @@ def test_status_shows_which_builds_answered_and_what_named_their_policies(folder
     record = RunnerRecordFile(run.path / "run.json", RunnerRecord())
     record.update(state=RunState())
     record.flush()
-    assert "what named" not in kestrl(folder, "status").stdout
+    assert "engines:" not in kestrl(folder, "status").stdout
     record.update(state=RunState(engines=EngineFleet(builds=builds)))
     record.flush()
-    assert "engines, and what named their policies: vllm 0.32.0 (engine)" in kestrl(folder, "status").stdout
+    assert "engines: vllm 0.32.0, policies named by its engine" in kestrl(folder, "status").stdout
 
 
 def test_status_shows_who_stood_idle_in_the_last_step_and_why(folder: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from tests.fakes.stored_runs import make_group, make_run, store_step
+from tests.fakes.stored_runs import make_group, make_run, make_stored_run, store_step
 
 from kestrl._app.episodes.places import find_place
 from kestrl._app.episodes.reading import Batch
@@ -17,15 +17,16 @@ from kestrl._app.page import step_page
 from kestrl._app.page.addresses import digest, file_of
 from kestrl._app.page.export import export_pages
 from kestrl._app.page.library import RunsFolder, SingleRun
+from kestrl._app.page.server import page_app
 from kestrl._app.page.steps import Points
-from kestrl.episode import Purpose
+from kestrl.episode import PolicyVersion, Purpose
 from kestrl.errors import UserInputError
-from kestrl.runstate.events import StepFinished
-from kestrl.runstate.history import IdleTime, LastStep, StepCounts
+from kestrl.runstate.events import HistoryRestored, MismatchMeasured, RunEvent, StepFinished
+from kestrl.runstate.history import History, IdleTime, LastStep, Mismatch, StepCounts
 from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import Segment, SegmentHeader
 from kestrl.storage import ObjectStore, open_store
-from kestrl.storage.episodes import StoredGroup
+from kestrl.storage.episodes import GroupOutcome, StoredGroup
 from kestrl.storage.layout import episode_batch
 
 Read = Callable[[str], str]
@@ -174,6 +175,62 @@ def test_a_run_shows_how_much_of_its_steps_stood_idle(read: Read, runs: Path) ->
     assert "step 1: 40" in page
     assert "Engines idle, % of the step" in page
     assert "step 1: 55" in page
+
+
+def test_a_run_shows_the_staleness_of_what_it_trained_on(read: Read, runs: Path) -> None:
+    run = runs / "job-1"
+    assert "Staleness" not in read("/runs/job-1"), "its episodes name no policy"
+    stored = make_group("g")
+    ages = {3: 1, 4: 0, 5: 2}
+    for step, age in ages.items():
+        policy = PolicyVersion(job="job", step=step - 1 - age, sha256="0" * 64)
+        episodes = [replace(episode, policy=policy) for episode in stored.group.episodes]
+        older = replace(policy, step=0)
+        stale = replace(stored.group, id="h", episodes=[replace(each, policy=older) for each in episodes])
+        trained = replace(stored, outcome=GroupOutcome.TRAINED, group=replace(stored.group, episodes=episodes))
+        store_step(run, step, [trained, replace(stored, outcome=GroupOutcome.STALE, group=stale, tokens={})], {})
+    figure = read("/runs/job-1").partition("Staleness: age of the oldest policy, in steps")[2].partition("</figure>")[0]
+    assert re.findall(r"<title>step (\d): (\d)</title>", figure) == [
+        (str(step), str(age)) for step, age in ages.items()
+    ]
+
+
+def test_a_run_shows_the_log_prob_gap_of_the_steps_that_count(read: Read, runs: Path) -> None:
+    counts = StepCounts(groups=1, idle_groups=0, tool_calls=0, gradient=1.0)
+    happened: list[RunEvent] = []
+    for step, gap in ((1, 0.125), (2, 0.5)):
+        finished = StepFinished(step=step, counts=counts, took=LastStep(), message="")
+        happened += [MismatchMeasured(gap=Mismatch(mean=gap, tokens=1)), finished]
+    resumed = [HistoryRestored(step=1, history=History()), MismatchMeasured(gap=Mismatch(mean=0.25, tokens=1))]
+    store_events(runs / "job-1", [*happened, *resumed])
+    assert gaps_of(read("/runs/job-1")) == [("1", "0.125")], "step 2 is done again"
+    store_events(runs / "job-1", [*happened, *resumed, happened[-1]])
+    assert gaps_of(read("/runs/job-1")) == [("1", "0.125"), ("2", "0.25")]
+
+
+def store_events(run: Path, happened: Sequence[RunEvent]) -> None:
+    entries = [
+        Entry.model_validate({"number": number, "at": 0.0, "event": event}) for number, event in enumerate(happened, 1)
+    ]
+    segment = Segment(1, 1, SegmentHeader(), ()).with_entries(entries)
+    open_store(str(run)).put(segment.path, segment.content)
+
+
+def gaps_of(page: str) -> list[tuple[str, str]]:
+    figure = page.partition("Log-prob gap, learner to engine, nats a token")[2].partition("</figure>")[0]
+    return re.findall(r"<title>step (\d): ([\d.]+)</title>", figure)
+
+
+def test_failures_have_a_legend_with_their_counts(read: Read) -> None:
+    legend = read("/runs/job-1").partition('class="legend"')[2].partition("</ul>")[0]
+    assert re.findall(r"</svg> ([a-z]+ \d)</li>", legend) == ["infrastructure 1", "tool 1"]
+
+
+def test_a_run_shows_held_out_means_before_and_after_it(tmp_path: Path) -> None:
+    make_stored_run(tmp_path / "runs" / "job-1")
+    with TestClient(page_app(RunsFolder(tmp_path / "runs"), "t", labels=False), base_url="http://127.0.0.1") as client:
+        for page in ("/?token=t", "/runs/job-1"):
+            assert "reward 0.125 -&gt; 0.500" in client.get(page).text
 
 
 def test_a_run_without_episodes_says_so(read: Read) -> None:

@@ -21,6 +21,7 @@ from kestrl._app.episodes.reading import Batch, batch_table, batches
 from kestrl.episode import Episode, Purpose
 from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore
+from kestrl.storage.episodes import ObjectEpisodeStore
 from kestrl.terminal import safe
 
 POLL_SECONDS = 1.0
@@ -65,10 +66,21 @@ def list_episodes(
     """
     kind, place = _purpose(purpose), find_place(runs, run_id)
     condition = None if where is None else EpisodeCondition(where)
+    empty = True
     for batch in _followed(place, kind, step) if follow else batches(place.store, kind, step):
         for row in _rows(place.store, batch, condition):
             if scenario in {None, row["scenario"]} and failed in {None, row["failure_boundary"] is not None}:
                 typer.echo(json.dumps(row) if print_json else listed_line(row))
+                empty = False
+    if empty:
+        typer.echo(f"nothing is selected; stored are {_stored_words(place.store)}", err=True)
+
+
+def _stored_words(store: ObjectStore) -> str:
+    """`train 1 to 8, eval 0 to 8`: the stored steps by purpose."""
+    stored = {name: ObjectEpisodeStore(store).steps(purpose) for name, purpose in PURPOSES.items()}
+    spans = {name: dict.fromkeys((steps[0], steps[-1])) for name, steps in stored.items() if steps}
+    return ", ".join(f"{name} {' to '.join(map(str, span))}" for name, span in spans.items()) or "no episodes"
 
 
 def _followed(place: EpisodePlace, purpose: Purpose | None, step: int | None) -> Iterator[Batch]:

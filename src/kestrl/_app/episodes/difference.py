@@ -31,9 +31,10 @@ def difference(one: Episode, other: Episode) -> Iterator[str]:
     facts = [(_facts(one), _facts(other))]
     names = list(dict.fromkeys([*facts[0][0], *facts[0][1]]))
     width = max(12, *(len(facts[0][0].get(name, "-")) for name in names))
+    heading = max(map(len, names))
     for name in names:
         left, right = (side.get(name, "-") for side in facts[0])
-        yield safe_line(f"{'*' if left != right else ' '} {name:<24} {left:<{width}}  {right}")
+        yield safe_line(f"{'*' if left != right else ' '} {name:<{heading}} {left:<{width}}  {right}")
     pairs = list(zip_longest(one.messages, other.messages))
     first = first_difference(one, other)
     if first is None:

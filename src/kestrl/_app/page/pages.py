@@ -146,7 +146,8 @@ class Pages:
         page_facts = token_facts(place, episode_address, _whole(query.get("row")), _whole(query.get("from")))
         if page_facts is None or manner.static:
             raise PageNotFound
-        return render("tokens.html", manner=manner, named=episode_address, live=False, **page_facts)
+        engines = self._library.facts(episode_address.run).engines
+        return render("tokens.html", manner=manner, named=episode_address, live=False, engines=engines, **page_facts)
 
 
 def _batch(parts: re.Match[str]) -> Batch:

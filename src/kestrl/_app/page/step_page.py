@@ -48,7 +48,10 @@ def step_facts(store: ObjectStore, batch: Batch, begin: int) -> dict[str, Any] |
     if rows is None:
         return None
     groups = strips(rows)
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
     return {
+        "low": min(rewards, default=None),
+        "high": max(rewards, default=None),
         "groups": groups[begin : begin + SHOWN_GROUPS],
         "total": len(groups),
         "begin": begin,

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from kestrl._app.cli import episodes as commands
 from kestrl._app.cli.main import app
+from kestrl._app.episodes.difference import difference
 from kestrl._app.episodes.query import EpisodeCondition
 from kestrl._app.local.rundir import RunDir
 from kestrl.data.locate import locate_model
@@ -199,6 +200,20 @@ def test_an_episode_is_compared_with_the_best_of_its_group(runs: Path) -> None:
     assert document["first_difference"] == 1
     assert kestrl("diff", "a/0", "d/0", "--runs", runs)[-1] == "the 2 messages are equal"
     kestrl("diff", "d/0", "--runs", runs, error="no other episode of the group d has a reward")
+
+
+def test_columns_of_a_comparison_fit_long_names() -> None:
+    metrics = {"share_of_mails_that_were_read": 0.25}
+    sides = [episode("a", index, reward, metrics=metrics) for index, reward in enumerate((0.5, -1.0))]
+    lines = list(difference(*sides))
+    assert len({line.rindex(" ") for line in lines if line.startswith(("* reward", "  metric"))}) == 1
+
+
+def test_a_list_without_episodes_names_what_is_stored(runs: Path) -> None:
+    for options in (["--step", "9"], ["--where", "reward > 7"]):
+        result = CliRunner().invoke(app, ["episodes", "list", "--runs", str(runs), *options])
+        assert (result.exit_code, result.stdout) == (0, "")
+        assert result.stderr == "nothing is selected; stored are train 1 to 2, eval 0\n"
 
 
 def test_labels_are_stored_beside_the_episodes(runs: Path) -> None:

@@ -13,6 +13,8 @@ from tests.fakes.stored_runs import make_group, make_run, make_stored_run, store
 
 from kestrl._app.episodes.places import find_place
 from kestrl._app.episodes.reading import Batch
+from kestrl._app.local.rundir import RECORD
+from kestrl._app.local.runner_record import RunnerRecord
 from kestrl._app.page import step_page
 from kestrl._app.page.addresses import digest, file_of
 from kestrl._app.page.export import export_pages
@@ -25,6 +27,7 @@ from kestrl.runstate.events import HistoryRestored, MismatchMeasured, RunEvent, 
 from kestrl.runstate.history import History, IdleTime, LastStep, Mismatch, StepCounts
 from kestrl.runstate.log import Entry
 from kestrl.runstate.segments import Segment, SegmentHeader
+from kestrl.runstate.state import EngineBuild, EngineFleet, RunState
 from kestrl.storage import ObjectStore, open_store
 from kestrl.storage.episodes import GroupOutcome, StoredGroup
 from kestrl.storage.layout import episode_batch
@@ -152,7 +155,26 @@ def test_tokens_are_shown_with_what_training_computed(read: Read) -> None:
     assert sampled
     assert all("<td>-0.75</td>" in row and "<td>0.5</td>" in row for row in sampled)
     assert "Tokens are shown without text" in page
+    assert "Engines of the run" not in page, "no engine of this run proved anything"
     assert "learner" not in read(f"{page_of('g/3')}/tokens").split("<tbody>")[1]
+
+
+def test_tokens_name_the_engines_that_proved_the_policies(read: Read, runs: Path) -> None:
+    builds = (EngineBuild(engine="vllm", version="0.32.0", witness="engine"),)
+    record = RunnerRecord(state=RunState(engines=EngineFleet(builds=builds)))
+    (runs / "job-1" / RECORD).write_text(record.text())
+    page = read(f"{page_of('g/0')}/tokens")
+    assert "Engines of the run: vllm 0.32.0, policies named by its engine" in page
+
+
+def test_metrics_of_an_episode_are_folded_and_the_scale_of_the_dots_is_named(read: Read, runs: Path) -> None:
+    stored = make_group("m")
+    episodes = [replace(episode, metrics={"mails_read": 2.0}) for episode in stored.group.episodes]
+    store_step(runs / "job-1", 3, [replace(stored, group=replace(stored.group, episodes=episodes))], {})
+    page = read(f"/runs/job-1/train/3/episode/{digest(episodes[0].id)}")
+    metrics = page.partition("<summary>1 metrics</summary>")[2].partition("</details>")[0]
+    assert "<dt>mails_read</dt><dd>2</dd>" in metrics
+    assert "from -1 at the left to 1 at the right" in read(STEP)
 
 
 def test_a_run_shows_its_curves_and_what_is_held_out(read: Read) -> None:

@@ -115,6 +115,7 @@ app.kubernetes.io/name: kestrl-operator
 {{- dict
   "jobs" (include "kestrl.jobs" . | fromYaml)
   "namespaces" .Values.namespaces
+  "kueue" .Values.kueue.enabled
   "keyFile" "/etc/kestrl-key/key"
   "lease" $lease
   "healthListen" "0.0.0.0:8080"

@@ -43,6 +43,8 @@ class OperatorConfig(_Given):
     health_listen: str = "0.0.0.0:8080"
     metrics_listen: str = "0.0.0.0:9464"
     otlp: str | None = None
+    kueue: bool = False
+    """Whether jobs that name a queue ask Kueue for quota by a Workload of their own."""
     work_file: Path | None = None
     """File with the job that is being processed, in a volume that outlives the container; see `work_record`."""
     workers: int = 8

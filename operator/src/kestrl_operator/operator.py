@@ -28,7 +28,6 @@ from kestrl_operator.preflight import preflight
 from kestrl_operator.state.store import Store
 from kestrl_operator.watch import streams as watch
 from kestrl_operator.watch.audit import Audit
-from kestrl_operator.watch.streams import WATCHED
 from kestrl_operator.work.work_record import WorkRecord
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Operator:
     def __init__(self, config: OperatorConfig, api: Api) -> None:
         self._config, self._api = config, api
         self._identity = os.environ.get("POD_NAME", f"{os.uname().nodename}-{os.getpid()}")
-        store, queue = Store(), JobQueue()
+        store, queue, kinds = Store(), JobQueue(), watch.watched(kueue=config.kueue)
         self._states = JobStates(queue.add)
         self._work_record = WorkRecord(config.work_file)
         events, lease = Events(api, self._identity), config.lease
@@ -48,12 +47,14 @@ class Operator:
             api, events, namespace=lease.namespace, name=lease.name, seconds=lease.seconds
         )
         self._audit = Audit(
-            api, store, config.namespaces, queue.add, lambda kind, body: self._take(kind, body, deleted=False)
+            api, store, config.namespaces, queue.add, lambda kind, body: self._take(kind, body, deleted=False), kinds
         )
-        reconciler = Reconciler(api, store, self._states, events, config.jobs, config.key(), self._work_record)
+        reconciler = Reconciler(
+            api, store, self._states, events, config.jobs, config.key(), self._work_record, kueue=config.kueue
+        )
         jobs = Controller(
             kind=JOB,
-            watched=frozenset(WATCHED) - SFT_WATCHED,
+            watched=frozenset(kinds) - SFT_WATCHED,
             store=store,
             take=JobEvents(store, self._states, queue.forgive, self._audit.received).take,
             reconciler=ClaimedJobs(self._installations, JOB, store, reconciler),
@@ -63,7 +64,7 @@ class Operator:
         sft = sft_controller(api, events, config, self._installations, self._work_record, lambda: store.nodes)
         self._store, self._controllers = store, (jobs, sft)
         self._workers = ControllerWorkers(metrics.pass_seconds())
-        self._watch = watch.WatchThread(self._take, config.namespaces)
+        self._watch = watch.WatchThread(self._take, config.namespaces, kinds)
         self._election = LeaderElection(
             api,
             namespace=lease.namespace,

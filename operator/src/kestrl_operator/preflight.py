@@ -17,16 +17,19 @@ from kestrl_operator.apiserver.kinds import (
     DEFINITION,
     EVENT,
     JOB,
+    KUEUE_WORKLOAD,
     LEASE,
     NODE,
     OLD_EVENT,
     POD,
+    RESOURCE_FLAVOR,
     REVIEW,
     SFT_JOB,
+    WORKLOAD_PRIORITY,
     Kind,
 )
 from kestrl_operator.config import OperatorConfig
-from kestrl_operator.watch.streams import WATCHED
+from kestrl_operator.watch.streams import watched
 
 WRITTEN = ("create", "patch")
 
@@ -51,14 +54,20 @@ class Right(NamedTuple):
 
 def needed(config: OperatorConfig) -> Iterator[Right]:
     """All rights that the operator cannot work without. Pure."""
+    kinds = watched(kueue=config.kueue)
     for namespace in config.namespaces or (None,):
         yield from (Right(verb, JOB, "", namespace) for verb in ("list", "watch", "delete"))
         yield from (Right("patch", kind, "status", namespace) for kind in (JOB, SFT_JOB))
         yield from (Right(verb, BATCH_JOB, "", namespace) for verb in ("get", "create"))
-        yield from (Right(verb, kind, "", namespace) for kind in WATCHED if kind != JOB for verb in ("list", "watch"))
+        yield from (Right(verb, kind, "", namespace) for kind in kinds if kind != JOB for verb in ("list", "watch"))
         yield from (Right(verb, kind, "", namespace) for kind in (*APPLIED, EVENT) for verb in WRITTEN)
         yield Right("delete", POD, "", namespace)
         yield Right("list", OLD_EVENT, "", namespace)
+        if config.kueue:
+            yield from (Right(verb, KUEUE_WORKLOAD, "", namespace) for verb in ("create", "patch", "delete"))
+            yield Right("patch", KUEUE_WORKLOAD, "status", namespace)
+    if config.kueue:
+        yield from (Right("get", kind) for kind in (RESOURCE_FLAVOR, WORKLOAD_PRIORITY))
     yield from (Right(verb, LEASE, "", config.lease.namespace, config.lease.name) for verb in ("get", "update"))
     yield Right("create", LEASE, "", config.lease.namespace)
 
@@ -77,6 +86,8 @@ async def preflight(api: Api, config: OperatorConfig) -> bool:
         raise UserInputError("\n".join([*denials, "the chart's ClusterRole (or Roles, with `namespaces`) grants them"]))
     for definition in (crd(), sft_crd()):
         await _check_definition(api, definition)
+    if config.kueue:
+        await _check_kueue(api, config)
     return allowed[-1]
 
 
@@ -92,6 +103,18 @@ async def _may(api: Api, right: Right) -> bool:
     review = {"apiVersion": REVIEW.api_version, "kind": REVIEW.name, "spec": {"resourceAttributes": attributes}}
     answer = await api.create(REVIEW, {**review, "metadata": {}})
     return bool(answer["status"].get("allowed"))
+
+
+async def _check_kueue(api: Api, config: OperatorConfig) -> None:
+    """Checks that the cluster serves the Workloads that this operator writes."""
+    try:
+        async for _ in api.marks(KUEUE_WORKLOAD, next(iter(config.namespaces), None)):
+            return
+    except Gone as error:
+        raise UserInputError(
+            f"kueue.enabled is true, and this cluster serves no {KUEUE_WORKLOAD.name} of {KUEUE_WORKLOAD.api_version}: "
+            "install Kueue, or set kueue.enabled to false"
+        ) from error
 
 
 async def _check_definition(api: Api, ours: Mapping[str, Any]) -> None:

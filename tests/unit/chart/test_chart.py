@@ -290,12 +290,14 @@ def test_the_operators_rights_are_these(helm: Helm) -> None:
     )
 
 
+@pytest.mark.parametrize("kueue", [False, True])
 @pytest.mark.parametrize("values", [{}, {"namespaces": ["a", "b"]}], ids=["cluster", "namespaces"])
 def test_the_operator_has_the_rights_that_it_asks_for_when_it_starts(
-    helm: Helm, tmp_path: Path, values: dict[str, Any]
+    helm: Helm, tmp_path: Path, values: dict[str, Any], *, kueue: bool
 ) -> None:
-    objects = helm.render(values)
+    objects = helm.render({**values, "kueue": {"enabled": kueue}})
     held = operators_rights(objects)
+    assert any(group == "kueue.x-k8s.io" for group, _, _ in held) is kueue
     for right in needed(config(objects, tmp_path)):
         resource = f"{right.kind.plural}/{right.subresource}".rstrip("/")
         assert (right.kind.group, resource, right.verb) in held, str(right)

@@ -244,6 +244,22 @@ class Api:
         )
         await self._answer(f"patch {kind.name} {namespace}/{name}", call)
 
+    async def merge_status(
+        self, kind: Kind, namespace: str, name: str, version: str, changes: Mapping[str, Any]
+    ) -> Object:
+        """Applies a merge patch to the status of an object, at the resourceVersion that it was computed for; returns
+        the object.
+
+        Raises:
+            Conflict: The object was changed meanwhile.
+        """
+        client = await self._connected()
+        body = {"metadata": {"resourceVersion": version}, "status": changes}
+        call = client.patch(
+            resource(kind).status, body, name, namespace, content_type=MERGE, field_manager=MANAGER, **UNREAD
+        )
+        return await self._object(f"patch the status of {kind.name} {namespace}/{name}", call)
+
     async def list(
         self, kind: Kind, namespace: str | None, *, labels: str = "", fields: Mapping[str, str] | None = None
     ) -> AsyncIterator[Object]:

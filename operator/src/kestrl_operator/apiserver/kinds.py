@@ -10,6 +10,7 @@ from kubernetes.aio.dynamic.resource import Resource
 from kestrl._shared.spec.crd import GROUP, PLURAL, SFT_PLURAL, VERSION
 from kestrl._shared.spec.job import KIND
 from kestrl._shared.spec.sft import SFT_KIND
+from kestrl_operator.state import admission
 
 
 class Kind(NamedTuple):
@@ -41,6 +42,10 @@ NODE = Kind("", "v1", "Node", "nodes")
 SERVICE = Kind("", "v1", "Service", "services")
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
 DISRUPTION_BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+KUEUE_WORKLOAD = Kind(admission.GROUP, admission.VERSION, admission.KIND, "workloads")
+"""What Kueue admits: the quota for a whole job."""
+RESOURCE_FLAVOR = Kind(admission.GROUP, admission.VERSION, "ResourceFlavor", "resourceflavors")
+WORKLOAD_PRIORITY = Kind(admission.GROUP, admission.VERSION, admission.PRIORITY_KIND, "workloadpriorityclasses")
 APPLIED = (
     Kind("", "v1", "Secret", "secrets"),
     Kind("", "v1", "ConfigMap", "configmaps"),
@@ -52,8 +57,8 @@ APPLIED = (
     NETWORK_POLICY,
 )
 """What a job becomes."""
-_BY_NAME = {(kind.api_version, kind.name): kind for kind in (LEASE, *APPLIED)}
-_CLUSTER_WIDE = frozenset({REVIEW, DEFINITION, NODE})
+_BY_NAME = {(kind.api_version, kind.name): kind for kind in (LEASE, *APPLIED, KUEUE_WORKLOAD)}
+_CLUSTER_WIDE = frozenset({REVIEW, DEFINITION, NODE, RESOURCE_FLAVOR, WORKLOAD_PRIORITY})
 
 
 def kind_of(body: Any) -> Kind:

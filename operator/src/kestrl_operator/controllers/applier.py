@@ -11,11 +11,12 @@ from kestrl._shared.backoff import Backoff
 from kestrl._shared.telemetry import beginning, span, within
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
-from kestrl_operator.controllers.claims import CLAIMED, Foreign, claim
+from kestrl_operator.controllers.claims import CLAIMED, REFUSED, Foreign, claim
 from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
 from kestrl_operator.controllers.engine_scale import EngineScale
 from kestrl_operator.controllers.job_state import JobState, Refusal
 from kestrl_operator.controllers.manifests import traceparent
+from kestrl_operator.controllers.quota import KueueQuota
 from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import RENDERED, Snapshot
 from kestrl_operator.state.store import WORKLOADS, OwnedObject, Store
@@ -23,8 +24,6 @@ from kestrl_operator.status.lifecycle import Decision
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
-REFUSED = frozenset({400, 403, 413, 422})
-"""Status codes with which the API server rejects an object that a user has to fix."""
 APPLY_CONFLICT = "Apply failed with"
 """The API server's message for a field owned by another manager: an object of that name existed before the job."""
 FROM_SPEC = WORKLOADS | {"ConfigMap"}
@@ -39,7 +38,7 @@ class Applier:
 
     def __init__(self, api: Api, store: Store, events: Events) -> None:
         self._api, self._store = api, store
-        self.engines = EngineScale(api, store, events)
+        self.engines, self.quota = EngineScale(api, store, events), KueueQuota(api, store)
 
     async def refuses(self, state: JobState, snapshot: Snapshot, rendering: Due) -> bool:
         """Whether the API server refuses newly rendered objects, which is recorded. All objects rendered from the spec

@@ -15,6 +15,8 @@ from kestrl_operator.apiserver.kinds import Kind, kind_of
 Object = dict[str, Any]
 CLAIMED = frozenset({"ConfigMap", "ServiceAccount", "Secret"})
 """Kinds that are not watched, since RBAC cannot restrict a watch to the operator's own objects."""
+REFUSED = frozenset({400, 403, 413, 422})
+"""Status codes with which the API server rejects an object that a user has to fix."""
 OWNER = "/metadata/ownerReferences/0/uid"
 PREFIX, UNSTABLE = "app.kubernetes.io/", "app.kubernetes.io/version"
 

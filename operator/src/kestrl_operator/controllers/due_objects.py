@@ -55,7 +55,8 @@ def due_objects(
         decision.attempts,
         decision.restarts,
         decision.forgiven,
-        snapshot.queue,
+        None if snapshot.quota is not None else snapshot.queue,
+        state.placements,
         bool(snapshot.problem),
     )
     last_rendering, standing = state.rendered, annotations.get(RENDERED, "")
@@ -72,9 +73,10 @@ def due_objects(
             snapshot.uid,
             snapshot.job,
             decision,
-            queue=snapshot.queue,
+            queue=rendering.queue,
             annotations=annotations,
             accepted=accepted,
+            placements=state.placements,
         )
     except UserInputError:
         if snapshot.problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kestrl_operator.apiserver.kinds import JOB, POD, Kind
+from kestrl_operator.apiserver.kinds import JOB, KUEUE_WORKLOAD, POD, Kind
 from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.store import WORKLOADS, Store
@@ -57,8 +57,8 @@ class JobEvents:
     def _take_child(self, kind: Kind, body: Object, deleted: bool) -> Key | None:
         """Handles a change of an applied object: a deletion, or a change of its spec by another manager."""
         key = self._store.child(kind.name, body, deleted=deleted)
-        if key is None:
-            return None
+        if key is None or kind == KUEUE_WORKLOAD:  # whose spec and status Kueue changes as it has to
+            return key
         touched = deleted or self._drift.is_new(body)
         if touched:
             self._states.mark_drifted(key)

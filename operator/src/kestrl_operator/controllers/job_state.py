@@ -6,12 +6,15 @@ Nothing here is needed for a correct pass: another leader starts without it, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kestrl._shared.plan.components import Role
 from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
+from kestrl_operator.state.accelerators import Placement
+from kestrl_operator.state.admission import QuotaRequest
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Memory
 from kestrl_operator.state.store import OwnedObject
@@ -45,11 +48,22 @@ class Rendered(NamedTuple):
     restarts: int
     forgiven: int
     queue: str | None
+    placements: Mapping[Role, Placement]
     fallback: bool
     """Whether the last accepted spec was rendered instead of the newest."""
     digest: str = ""
     children: frozenset[OwnedObject] = frozenset()
     """The watched ones among the objects."""
+
+
+class Requested(NamedTuple):
+    """The inputs of a job's last request for quota, and the request."""
+
+    job: AgentRLJob
+    queue: str
+    priority_class: str
+    request: QuotaRequest | None
+    """None if it cannot be rendered."""
 
 
 class Refusal(NamedTuple):
@@ -92,6 +106,13 @@ class JobState:
     shortage: Shortage | None = None
     numbers_due: float = 0.0
     """From when on a status is written of which only numbers have changed, by the loop's clock."""
+    requested: Requested | None = None
+    quota_refused: str = ""
+    """Why its Workload could not be written at the last try."""
+    placements: Mapping[Role, Placement] = field(default_factory=dict[Role, Placement])
+    """Where its last admission wants its pods."""
+    placed: object = None
+    """What in its Workload the placements follow from."""
     memory: Memory | None = None
     """None before its first pass."""
     stream: LearnerStream | None = None

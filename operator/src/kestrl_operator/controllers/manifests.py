@@ -16,7 +16,9 @@ from kestrl.errors import UserInputError
 from kestrl_operator.credentials import derive
 from kestrl_operator.render import Given, render
 from kestrl_operator.render.job import preparation
-from kestrl_operator.state.accelerators import Node, unsatisfiable
+from kestrl_operator.render.quota import quota_request
+from kestrl_operator.state.accelerators import Node, Placement, unsatisfiable
+from kestrl_operator.state.admission import QuotaRequest
 from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, placed_file, site_of, storage_of
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
@@ -24,6 +26,7 @@ from kestrl_operator.status.lifecycle import Decision, Stage
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
+ANYWHERE: Mapping[Role, Placement] = {}
 LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished", "failurePolicy")
 """Spec fields that no object is rendered from: their newest values apply even if the rest of the spec is invalid."""
 LARGEST_SPEC = 192 * 1024
@@ -136,6 +139,7 @@ class Manifests:
         queue: str | None = None,
         annotations: Mapping[str, str] = NOTHING,
         accepted: str = "",
+        placements: Mapping[Role, Placement] = ANYWHERE,
     ) -> list[Object]:
         """All objects of a job, as returned by `render`.
 
@@ -144,10 +148,11 @@ class Manifests:
             uid: Uid of the job object.
             job: The job.
             decision: The decision that the objects carry out.
-            queue: Kueue queue of the pods; None for none.
+            queue: Queue in which each workload asks Kueue for quota by itself; None for none.
             annotations: Current annotations of the learner's StatefulSet: the storage of a run stays even if the
                 administrator's default has changed since.
             accepted: The spec that is rendered, as returned by `rendered_from`.
+            placements: Where Kueue wants the pods of a role.
 
         Raises:
             UserInputError: The job has no storage, or a patch changes a field that jobs must not change.
@@ -179,8 +184,14 @@ class Manifests:
                 forgiven=decision.forgiven,
                 accepted=accepted,
                 queue=queue,
+                placements=placements,
             )
         )
+
+    def quota_request(self, key: Key, uid: str, job: AgentRLJob, queue: str, priority_class: str) -> QuotaRequest:
+        """What a job asks its queue for; raises `UserInputError` as `objects` does."""
+        objects = self.objects(key, uid, job, Decision(stage=Stage.RUNNING, parked=False))
+        return quota_request(job.spec, objects, queue, priority_class)
 
 
 def rendered_from(spec: Mapping[str, Any]) -> str:

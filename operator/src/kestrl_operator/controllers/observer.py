@@ -9,10 +9,11 @@ from typing import Any
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec import AgentRLJob
 from kestrl.errors import UserInputError
-from kestrl_operator.controllers.job_state import Fallback, JobState, ParsedManifest
+from kestrl_operator.controllers.job_state import Fallback, JobState, ParsedManifest, Requested
 from kestrl_operator.controllers.manifests import Manifests, rendered_from
+from kestrl_operator.state.admission import PRIORITY_LABEL, Quota, QuotaRequest
 from kestrl_operator.state.jobs import Key
-from kestrl_operator.state.snapshot import ACCEPTED, Pod, Snapshot, Workload
+from kestrl_operator.state.snapshot import ACCEPTED, QUEUE_LABEL, Pod, Snapshot, Workload
 from kestrl_operator.state.store import Store
 from kestrl_operator.status.build import remembered
 from kestrl_operator.status.conditions import Type
@@ -22,8 +23,8 @@ from kestrl_operator.status.waiting import PARTLY_SECONDS, is_partly_scheduled
 class Observer:
     """Builds snapshots."""
 
-    def __init__(self, store: Store, manifests: Manifests) -> None:
-        self._store, self._manifests = store, manifests
+    def __init__(self, store: Store, manifests: Manifests, *, kueue: bool = False) -> None:
+        self._store, self._manifests, self._kueue = store, manifests, kueue
         self.yielded_at = -PARTLY_SECONDS
         """When a job last gave its pods back to older ones: they get some time before another does."""
 
@@ -61,7 +62,28 @@ class Observer:
             lost_nodes={pod.node: lost_nodes[pod.node] for pod in present_pods if pod.node in lost_nodes},
             yields=is_partly_scheduled(pods) and self._yields(key, now),
             memory=remembered(raw.get("status", {})) if state.memory is None else state.memory,
+            quota=self._quota(state, metadata.get("labels", {}), job) if self._kueue else None,
         )
+
+    def _quota(self, state: JobState, labels: Mapping[str, str], job: AgentRLJob | None) -> Quota | None:
+        """What the job asks Kueue for, and the answer; None if it asks for nothing."""
+        queue, admission = labels.get(QUEUE_LABEL), self._store.admission(state.key, state.uid)
+        if queue is None:
+            return None if admission is None else Quota(request=None, admission=admission)
+        request = None if job is None else self._request(state, job, queue, labels.get(PRIORITY_LABEL, ""))
+        return Quota(request=request, admission=admission, refused=state.quota_refused)
+
+    def _request(self, state: JobState, job: AgentRLJob, queue: str, priority_class: str) -> QuotaRequest | None:
+        """The request of a job. A parsed job is the same object until its manifest changes."""
+        last = state.requested
+        if last is not None and last.job is job and (last.queue, last.priority_class) == (queue, priority_class):
+            return last.request
+        try:
+            request = self._manifests.quota_request(state.key, state.uid, job, queue, priority_class)
+        except UserInputError:  # the last accepted spec, which the administrator's settings do not allow any more
+            request = None
+        state.requested = Requested(job, queue, priority_class, request)
+        return request
 
     def _yields(self, key: Key, now: float) -> bool:
         """Whether this job is the youngest of several that have nodes for some of their pods and wait for others."""

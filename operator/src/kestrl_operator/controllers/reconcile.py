@@ -66,11 +66,13 @@ class Reconciler:
         cluster: Cluster,
         key: bytes,
         work_record: WorkRecord,
+        *,
+        kueue: bool = False,
     ) -> None:
         self._api, self._store, self._states = api, store, states
         self._key, self._work_record = key, work_record
         self._manifests = Manifests(cluster, key)
-        self._observer = Observer(store, self._manifests)
+        self._observer = Observer(store, self._manifests, kueue=kueue)
         self._missing_pods, self._applier = MissingPods(api), Applier(api, store, events)
         self._statuses = StatusWriter(api, store, events)
 
@@ -95,6 +97,7 @@ class Reconciler:
         if self._awaits_first_report(state, snapshot):
             return FIRST_REPORT_SECONDS
         snapshot = replace(snapshot, not_created=await self._missing_pods.not_created(state, snapshot))
+        await self._applier.quota.look_up_places(state, None if snapshot.quota is None else snapshot.quota.admission)
         planned = await self._accepted_plan(state, raw, snapshot)
         return await self._carry_out(state, raw, planned)
 
@@ -180,6 +183,7 @@ class Reconciler:
             await self._release_ranks(state.key)
         for name, uid in decision.remove:
             await self._api.delete(POD, state.key.namespace, name, uid=uid)
+        quota_seconds = await self._applier.quota.carry_out(state, snapshot, decision)
         problem = snapshot.problem or state.refused_now(snapshot.generation, snapshot.now)
         snapshot = replace(snapshot, problem=problem)
         self._follow(state, snapshot, decision)
@@ -187,7 +191,8 @@ class Reconciler:
             status = status_of(snapshot, decision)
         write_seconds = await self._statuses.write_due(state, snapshot, status)
         decision_seconds = requeue_after(state, snapshot, decision)
-        return min((seconds for seconds in (write_seconds, decision_seconds) if seconds is not None), default=None)
+        waits = (write_seconds, decision_seconds, quota_seconds)
+        return min((seconds for seconds in waits if seconds is not None), default=None)
 
     async def _apply(self, state: JobState, snapshot: Snapshot, decision: Decision, rendering: Due) -> bool:
         """Applies all objects; False if the job no longer exists: after a missed deletion its objects vanish, and must

@@ -16,8 +16,8 @@ from kestrl._shared.spec.sft import SFTJob
 from kestrl.errors import UserInputError
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
 from kestrl_operator.apiserver.kinds import BATCH_JOB, OLD_EVENT, POD, SFT_JOB
-from kestrl_operator.controllers.applier import APPLY_CONFLICT, REFUSED
-from kestrl_operator.controllers.claims import CLAIMED, Foreign, claim
+from kestrl_operator.controllers.applier import APPLY_CONFLICT
+from kestrl_operator.controllers.claims import CLAIMED, REFUSED, Foreign, claim
 from kestrl_operator.controllers.sft_manifests import SFTManifests
 from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name

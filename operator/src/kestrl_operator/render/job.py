@@ -20,7 +20,7 @@ from kestrl_operator.render.environments import PACKAGED, with_environment
 from kestrl_operator.render.files import claims, file_sources, with_files
 from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.patching import PodPatch, patched
-from kestrl_operator.render.pod_defaults import with_pod_defaults
+from kestrl_operator.render.pod_defaults import with_placement, with_pod_defaults
 from kestrl_operator.render.pods import (
     STORAGE_ROLES,
     UNPREPARED,
@@ -36,7 +36,7 @@ from kestrl_operator.render.pods import (
 from kestrl_operator.render.resources import within_limits
 from kestrl_operator.render.stopping import grace_seconds, with_drain
 from kestrl_operator.render.tracking import strategy, with_tracking
-from kestrl_operator.state.accelerators import Profile
+from kestrl_operator.state.accelerators import Placement, Profile
 from kestrl_operator.state.cluster import (
     DATA,
     MODEL,
@@ -97,7 +97,8 @@ class Given:
     accepted: str = ""
     """The rendered spec as JSON, recorded in case a later spec is invalid."""
     queue: str | None = None
-    """Kueue queue of the pods."""
+    """Queue in which each workload asks Kueue for quota by itself; None where the job asks for all, or for none."""
+    placements: Mapping[Role, Placement] = field(default_factory=dict[Role, Placement])
 
     @property
     def name(self) -> str:
@@ -247,12 +248,9 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
 def _workload(inputs: Given, role: Role, settings: Mapping[str, str]) -> Object:
     kind, name = "StatefulSet" if role in STATEFUL else "Deployment", workload(inputs.name, role)
     workload_object = _object(inputs, "apps/v1", kind, name, spec=_workload_spec(inputs, role, settings))
-    workload_object["metadata"]["labels"] = {**labels(inputs.name, role), **_queued(inputs)}
+    queued = {} if inputs.queue is None else {QUEUE_LABEL: inputs.queue}
+    workload_object["metadata"]["labels"] = {**labels(inputs.name, role), **queued}
     return workload_object
-
-
-def _queued(inputs: Given) -> dict[str, str]:
-    return {} if inputs.queue is None else {QUEUE_LABEL: inputs.queue}
 
 
 def _of_role(inputs: Given, role: Role) -> Iterator[Object]:
@@ -301,11 +299,11 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
     if inputs.identity is not None and uses_storage(inputs.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
         pods = with_identity(pods, inputs.identity, users)
-    defaulted = with_pod_defaults(pods, inputs.cluster.pod_defaults)
+    patched_pods = patched(with_pod_defaults(pods, inputs.cluster.pod_defaults), _patches(inputs.job, role))
     spec: Object = {
         **_replicas(inputs, role),
         "selector": {"matchLabels": selector},
-        "template": within_limits(patched(defaulted, _patches(inputs.job, role))),
+        "template": within_limits(with_placement(patched_pods, inputs.placements.get(role))),
     }
     if role in STATEFUL:
         spec |= {"serviceName": workload(inputs.name, role), "podManagementPolicy": "Parallel"}

@@ -1,10 +1,13 @@
-"""What an administrator adds to the pods of every job: labels, variables, where they run. Pure."""
+"""What an administrator adds to the pods of every job: labels, variables, where they run; and where Kueue has quota for
+them. Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from kestrl_operator.state.accelerators import Placement
 from kestrl_operator.state.cluster import PodDefaults, Variable
 
 Object = dict[str, Any]
@@ -33,6 +36,25 @@ def with_pod_defaults(template: Object, defaults: PodDefaults) -> Object:
         if field in spec:
             spec[field] = [_with_variables(container, defaults) for container in spec[field]]
     return {"metadata": metadata, "spec": spec}
+
+
+def with_placement(template: Object, placement: Placement | None) -> Object:
+    """A PodTemplate on the nodes that its quota is for.
+
+    Args:
+        template: The template.
+        placement: The place; None where any node will do.
+    """
+    if placement is None:
+        return template
+    spec = dict(template["spec"])
+    if placement.node_selector:
+        spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **placement.node_selector}
+    existing = spec.get("tolerations", [])
+    added = [dict(toleration) for toleration in placement.tolerations if toleration not in existing]
+    if added:
+        spec["tolerations"] = [*existing, *added]
+    return {**template, "spec": spec}
 
 
 def _is_for(variable: Variable, container: str) -> bool:

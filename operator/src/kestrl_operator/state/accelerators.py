@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -226,6 +226,13 @@ def _details(error: ValidationError | TypeError) -> str:
     if isinstance(error, TypeError):
         return "must be a map"
     return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+
+
+class Placement(NamedTuple):
+    """The nodes that Kueue wants the pods of a role on."""
+
+    node_selector: Mapping[str, str]
+    tolerations: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

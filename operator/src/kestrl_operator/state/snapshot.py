@@ -14,6 +14,7 @@ from kestrl.episode import PolicyVersion
 from kestrl.errors import Boundary, Failure, PlaceError, StorageInaccessible, StorageUnavailable, UserInputError
 from kestrl.runstate.state import RunState
 from kestrl.runstate.states import RunPhase
+from kestrl_operator.state.admission import Quota
 
 Object = Mapping[str, Any]
 MANAGER = "kestrl-operator"
@@ -29,9 +30,9 @@ OUT_OF_MEMORY = "OOMKilled"
 """Kubernetes' reason for a container that the kernel killed for its memory."""
 STORAGE_AWAY = frozenset({StorageInaccessible.code, StorageUnavailable.code})
 """Codes of a learner's failures whose cause is storage, outside of the job."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 UID_LABEL = "kestrl.dev/job-uid"
 """Pod label with the job's uid. Labels with the job's name alone also match pods of a deleted job of that name."""
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +246,9 @@ class Snapshot:
     yields: bool = False
     """Whether it is the youngest of the jobs of which some pods have nodes and others find none."""
     memory: Memory = NOTHING
+    quota: Quota | None = None
+    """What the job asks Kueue for, and the answer. None where it names no queue, or this operator does not use
+    Kueue."""
 
     @property
     def present(self) -> list[Pod]:
@@ -268,6 +272,11 @@ class Snapshot:
     def queue(self) -> str | None:
         """The queue that its pods wait in, if it names one."""
         return self.labels.get(QUEUE_LABEL)
+
+    @property
+    def awaits_quota(self) -> bool:
+        """Whether the job may not run, since its queue has not admitted it or takes the quota back."""
+        return self.queue is not None and self.quota is not None and not self.quota.suffices
 
     @property
     def attempts(self) -> int:

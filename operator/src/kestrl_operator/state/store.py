@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import KIND
+from kestrl_operator.state import admission
 from kestrl_operator.state.accelerators import Node
+from kestrl_operator.state.admission import Admission, admission_of
 from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import pod_of, workload_of
 from kestrl_operator.state.snapshot import Pod, Workload
@@ -39,6 +41,8 @@ class Dependents:
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     """By uid, like the next."""
     children: dict[str, OwnedObject] = field(default_factory=dict[str, OwnedObject])
+    admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
+    """By uid."""
 
 
 NO_DEPENDENTS = Dependents()
@@ -83,6 +87,11 @@ class Store(JobObjects):
 
     def workloads(self, key: Key) -> dict[Role, Workload]:
         return {workload.role: workload for workload in self._of(key).workloads.values()}
+
+    def admission(self, key: Key, uid: str) -> Admission | None:
+        """The answer to the request for quota of this job; None if it has none."""
+        admissions = self._of(key).admissions
+        return next((admissions[child] for child in admissions if self._owners[child] == uid), None)
 
     def scaled_up(self, key: Key) -> list[OwnedObject]:
         """Workloads of a job with more than 0 replicas."""
@@ -172,6 +181,8 @@ class Store(JobObjects):
             dependents.children[uid] = OwnedObject(kind, metadata["name"])
             owner = next((item["uid"] for item in metadata.get("ownerReferences", ()) if item["kind"] == KIND), "")
             self._owners[uid] = owner
+            if kind == admission.KIND:
+                dependents.admissions[uid] = admission_of(body)
             workload = workload_of(body) if kind in WORKLOADS else None
             if workload is not None:
                 dependents.workloads[uid] = workload
@@ -181,6 +192,7 @@ class Store(JobObjects):
         dependents = self._of(key)
         dependents.children.pop(uid, None)
         dependents.workloads.pop(uid, None)
+        dependents.admissions.pop(uid, None)
         self._drop_if_empty(key)
         self._owners.pop(uid, None)
         self._versions.forget(uid)

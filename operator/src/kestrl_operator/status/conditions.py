@@ -49,6 +49,8 @@ CREDENTIAL_REFUSED = "CredentialRefused"
 LONGEST_MESSAGE = 4096
 """Maximum characters of a message, an eighth of what the CRD allows: a status of twelve such messages is still a small
 object."""
+QUEUED = frozenset({"Waiting", "Inactive", "Refused"})
+"""Reasons of QuotaReserved of a job that does not run for lack of quota."""
 LOST: Mapping[str, str] = {
     "OOMKilled": "A container used more memory than it may, and was killed; the message names it.",
     "NodeNotReady": "The node of a pod does not answer Kubernetes; the message names both.",
@@ -64,8 +66,14 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Unresolvable": "A model, data set, secret or RuntimeClass that the manifest names does not exist.",
     },
     Type.QUOTA_RESERVED: {
-        "Admitted": "Its queue has admitted every pod.",
+        "Admitted": "Its queue has admitted the whole job, or every pod of it.",
         "Waiting": "It waits in its queue.",
+        "Inactive": "Its Workload is deactivated, and waits until an administrator activates it again.",
+        "Draining": (
+            "Its queue takes the quota back, or the job needs another one: rollouts end, the learner checkpoints, and "
+            "the pods go. Then it waits in its queue again."
+        ),
+        "Refused": "Kubernetes refuses its Workload, or there is no such priority class; the message says why.",
     },
     Type.SCHEDULED: {
         "PodsScheduled": "Every pod has a node.",
@@ -76,14 +84,14 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
             "jobs, something that it needs is missing, or a credential is refused. It has given them back; the message "
             "says why, and when it tries again."
         ),
-        "Released": "No pod is to run: the job is suspended or has ended.",
+        "Released": "No pod is to run: the job is suspended, waits for quota or has ended.",
     },
     Type.ENGINES_READY: {
         "AllReady": "Every engine answers.",
         "Starting": "Engines load the model.",
         "Unavailable": "An engine stopped answering, or cannot start; the message says why.",
         **LOST,
-        "Released": "No engine is to run: the job is suspended or parked, or has ended.",
+        "Released": "No engine is to run: the job is suspended or parked, waits for quota or has ended.",
     },
     Type.POLICY_CONVERGED: {
         "AllProved": "Every engine has reproduced the newest version's log-probs, or has those of the version before "
@@ -97,7 +105,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "NoWorker": "No rollout worker answers; the message reports the state of their pods.",
         "Failing": "Workers, tools or judge keep failing; the message says how.",
         **LOST,
-        "Drained": "No group is started: the job is suspended, parked, draining or at its end.",
+        "Drained": "No group is started: the job is suspended, parked, waiting for quota, draining or at its end.",
     },
     Type.LEARNER_PROGRESSING: {
         "Stepping": "Steps are completed.",
@@ -116,7 +124,7 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Unavailable": "The learner does not answer any more, or cannot start; the message says why.",
         **LOST,
         "Failed": "The learner reported a failure; the message says which, and what follows.",
-        "Released": "No learner is to run: the job is suspended or parked, or has ended.",
+        "Released": "No learner is to run: the job is suspended or parked, waits for quota or has ended.",
     },
     Type.CHECKPOINT_DURABLE: {
         "Confirmed": "The newest checkpoint was read back from storage.",
@@ -335,7 +343,7 @@ def _idle(current: Callable[[Type], tuple[str, str]]) -> str:
         return "Rejected"
     if learner == "StorageUnavailable" or (problem == "Unresolvable" and learner != "Failed"):
         return "WaitingFor"
-    if current(Type.QUOTA_RESERVED)[1] == "Waiting":
+    if current(Type.QUOTA_RESERVED)[1] in QUEUED:
         return "Queued"
     if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE:
         return "Pending"

@@ -50,6 +50,8 @@ class Stage(StrEnum):
     RELEASED = "released"
     PARKED = "parked"
     """Without pods for a while, since it held some and could not start."""
+    QUEUED = "queued"
+    """Without pods until its queue admits it."""
     ENDED = "ended"
 
 
@@ -90,6 +92,8 @@ def decide(snapshot: Snapshot) -> Decision:
         return replace(_unchanged(snapshot, Stage.ENDED, parked=True), ended=end)
     if snapshot.job.spec.suspend:
         return _suspended(snapshot, snapshot.job.spec)
+    if snapshot.awaits_quota:
+        return _queued(snapshot, snapshot.job.spec)
     return _parked(snapshot, snapshot.job.spec) or _running(snapshot, snapshot.job.spec)
 
 
@@ -118,10 +122,11 @@ def has_ended(snapshot: Snapshot) -> bool:
 
 
 def running_since(snapshot: Snapshot) -> float | None:
-    """When it last began to run; None while it is suspended, since the deadline of a suspended job does not run, like a
-    Kubernetes Job's.
+    """When it last began to run; None while it is suspended or its queue has no quota for it, since the deadline of a
+    suspended job does not run, like a Kubernetes Job's.
     """
-    if snapshot.condition(Type.SUSPENDED)[0] == ConditionStatus.TRUE:
+    queued = snapshot.quota is not None and snapshot.condition(Type.QUOTA_RESERVED)[0] == ConditionStatus.FALSE
+    if queued or snapshot.condition(Type.SUSPENDED)[0] == ConditionStatus.TRUE:
         return None
     return seconds_of(snapshot.status.get("startedAt"))
 
@@ -189,6 +194,8 @@ def pending(snapshot: Snapshot) -> tuple[float, str] | None:
 
 def waits_for_admission(snapshot: Snapshot) -> bool:
     """Whether a queue has not admitted the job yet. No deadline of the job runs during that wait."""
+    if snapshot.quota is not None:
+        return snapshot.awaits_quota
     if snapshot.queue is None or snapshot.not_created is not None:
         return False  # pods that cannot be created are not waiting for a queue
     return not snapshot.present or any(pod.gated for pod in snapshot.staying)
@@ -281,6 +288,12 @@ def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
     # The beginning is remembered for as long as it drains: another pass must not begin the time anew.
     memory = Memory(draining=since, failed=snapshot.memory.failed)
     return replace(standing, stage=Stage.DRAINING, parked=False, drain=True, memory=memory, requeue_after=seconds_left)
+
+
+def _queued(snapshot: Snapshot, spec: JobSpec) -> Decision:
+    """The decision for a job without quota: what still runs ends as that of a suspended one does."""
+    ending = _suspended(snapshot, spec)
+    return replace(ending, stage=Stage.QUEUED) if ending.stage is Stage.RELEASED else ending
 
 
 def _must_drain(snapshot: Snapshot) -> bool:

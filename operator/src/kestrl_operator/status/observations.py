@@ -23,6 +23,7 @@ from kestrl_operator.status.conditions import (
 )
 from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
 from kestrl_operator.status.pods import ROLLING, downloading, pod_problem, tracked
+from kestrl_operator.status.quota import quota_reserved
 from kestrl_operator.status.summary import distance, summed_up
 from kestrl_operator.status.waiting import stuck
 
@@ -43,7 +44,7 @@ def observed(snapshot: Snapshot, decision: Decision) -> Iterator[Observation]:
     observations = [
         # A job that has ended or rests resolves nothing now.
         *([] if has_ended(snapshot) or _rests(snapshot, decision) else [_accepted(snapshot)]),
-        _quota(snapshot),
+        quota_reserved(snapshot, decision),
         _suspension(snapshot, decision),
         *(_released(snapshot, decision) if decision.parked else _components(snapshot, decision, spec)),
         *_checkpoint(snapshot.live_report),
@@ -129,22 +130,6 @@ def absent_runtime_class(snapshot: Snapshot) -> str:
 def is_missing(item: ContainerEnd) -> bool:
     """Whether preparation failed because something does not exist, rather than because its location did not answer."""
     return item.code == EXIT_INPUT or "/not_found]" in item.message
-
-
-def _quota(snapshot: Snapshot) -> Observation:
-    if snapshot.queue is None:
-        return _unknown(Type.QUOTA_RESERVED, "the job names no queue")
-    gated = [pod.name for pod in snapshot.staying if pod.gated]
-    if gated:
-        return _false(Type.QUOTA_RESERVED, "Waiting", f"{len(gated)} pods wait for queue {snapshot.queue}")
-    if not snapshot.present:
-        return _unknown(Type.QUOTA_RESERVED, f"there is no pod that queue {snapshot.queue} could admit")
-    if not all(pod.admitted for pod in snapshot.present):
-        return _unknown(
-            Type.QUOTA_RESERVED,
-            f"no queue controller has marked the job's pods: does any serve queue {snapshot.queue}?",
-        )
-    return _true(Type.QUOTA_RESERVED, "Admitted")
 
 
 def _suspension(snapshot: Snapshot, decision: Decision) -> Observation:

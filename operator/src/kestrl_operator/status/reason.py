@@ -29,6 +29,9 @@ def reason(conditions: Sequence[Condition]) -> str:
         return _line(succeeded)
     if ready is not None and ready.reason in {"OperatorFailed", QUARANTINED}:
         return _line(ready)
+    quota = by.get(Type.QUOTA_RESERVED)
+    if quota is not None and quota.reason == "Draining":
+        return _line(quota)
     if suspended is not None and (suspended.status == "True" or suspended.reason == "Draining"):
         return ""
     for condition in (by[kind] for kind in ORDER if kind in by):

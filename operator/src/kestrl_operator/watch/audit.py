@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from kestrl_operator.apiserver.client import Api, Mark, Object
@@ -22,7 +22,7 @@ from kestrl_operator.watch.streams import MANAGED, WATCHED
 log = logging.getLogger(__name__)
 PODS_EVERY = 5
 """Audits between two lists of pods and other objects, which are more numerous than jobs."""
-CHILDREN = tuple(kind for kind in WATCHED if kind not in {JOB, POD, SFT_JOB, BATCH_JOB})
+NO_CHILDREN = frozenset({JOB, POD, SFT_JOB, BATCH_JOB})
 
 
 class Audit:
@@ -35,6 +35,7 @@ class Audit:
         namespaces: tuple[str, ...],
         changed: Callable[[Key], None],
         child: Callable[[Kind, Object], None],
+        kinds: Iterable[Kind] = WATCHED,
     ) -> None:
         """Prepares the audit; nothing is listed yet.
 
@@ -45,7 +46,9 @@ class Audit:
             changed: Called for a job whose change the stream has not delivered.
             child: Called with an object of a job whose change the stream has not delivered, as the stream would call
                 it.
+            kinds: The kinds that are watched.
         """
+        self._owned_kinds = tuple(kind for kind in kinds if kind not in NO_CHILDREN)
         self._api, self._store, self._changed, self._child = api, store, changed, child
         self._namespaces: tuple[str | None, ...] = namespaces or (None,)
         self._expected: dict[str, int] = {}
@@ -113,7 +116,7 @@ class Audit:
 
     async def _children(self) -> None:
         known_uids, present_uids = self._store.known().children, set[str]()
-        for kind in CHILDREN:
+        for kind in self._owned_kinds:
             present_uids.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
         self._forget(known_uids - present_uids)
 

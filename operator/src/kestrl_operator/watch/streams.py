@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -22,6 +22,7 @@ from kestrl_operator.apiserver.kinds import (
     DEPLOYMENT,
     DISRUPTION_BUDGET,
     JOB,
+    KUEUE_WORKLOAD,
     NETWORK_POLICY,
     POD,
     SERVICE,
@@ -48,6 +49,12 @@ WATCHED: Mapping[Kind, str] = {
     BATCH_JOB: SFT_LABEL,
 }
 """The kinds that are watched, with the label selector for each."""
+WATCHED_WITH_KUEUE: Mapping[Kind, str] = {**WATCHED, KUEUE_WORKLOAD: MANAGED}
+
+
+def watched(*, kueue: bool) -> Mapping[Kind, str]:
+    """The kinds that an operator watches, with Kueue or without."""
+    return WATCHED_WITH_KUEUE if kueue else WATCHED
 
 
 class _NoDiff(kopf.DiffBaseStorage):
@@ -86,7 +93,7 @@ class _NoProgress(kopf.ProgressStorage):
         return essence
 
 
-def settings() -> kopf.OperatorSettings:
+def settings(kinds: Mapping[Kind, str] = WATCHED) -> kopf.OperatorSettings:
     """Kopf's settings; docs/operator.md gives the reason for each."""
     kopf_settings = kopf.OperatorSettings()
     kopf_settings.peering.standalone = True  # this operator elects its leader with a Lease of its own
@@ -105,17 +112,17 @@ def settings() -> kopf.OperatorSettings:
     kopf_settings.watching.chunk_size = 500
     kopf_settings.process.ultimate_exiting_timeout = 10.0
     kopf_settings.queueing.idle_timeout = 2.0  # kopf keeps a task for each object for this long after its last event
-    for kind, labels in WATCHED.items():
+    for kind, labels in kinds.items():
         if labels:
             kopf_settings.watching.label_selectors[kind.group or "", kind.version, kind.plural] = labels
     return kopf_settings
 
 
-def registry(take: Taken) -> kopf.OperatorRegistry:
+def registry(take: Taken, kinds: Iterable[Kind] = WATCHED) -> kopf.OperatorRegistry:
     """The handlers: the same one for each kind."""
     kopf_registry = kopf.OperatorRegistry()
     kopf.on.login(registry=kopf_registry)(_login)
-    for kind in WATCHED:
+    for kind in kinds:
         kopf.on.event(kind.group, kind.version, kind.plural, registry=kopf_registry, id="seen")(_handler(kind, take))
     return kopf_registry
 
@@ -145,9 +152,9 @@ class WatchEnded(KestrlError):
 class WatchThread:
     """Kopf in a thread with its own event loop, because on its end it cancels every task of its loop."""
 
-    def __init__(self, take: Taken, namespaces: tuple[str, ...]) -> None:
+    def __init__(self, take: Taken, namespaces: tuple[str, ...], kinds: Mapping[Kind, str] = WATCHED) -> None:
         """Prepares the watch; to be called in the event loop that `take` is to run in."""
-        self._take, self._namespaces = take, namespaces
+        self._take, self._namespaces, self._kinds = take, namespaces, kinds
         self._loop = asyncio.get_running_loop()
         self._stop, self.begun = threading.Event(), threading.Event()
         self._stop_requested = False
@@ -175,8 +182,8 @@ class WatchThread:
         logging.getLogger("kopf._core.reactor.running").addFilter(_not_of_signals)
         try:
             await kopf.operator(
-                registry=registry(hand_over),
-                settings=settings(),
+                registry=registry(hand_over, self._kinds),
+                settings=settings(self._kinds),
                 standalone=True,
                 clusterwide=not self._namespaces,
                 namespaces=self._namespaces,

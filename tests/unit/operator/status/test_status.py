@@ -31,6 +31,7 @@ from tests.unit.operator.samples import (
     waiting,
     workloads,
 )
+from tests.unit.operator.status.test_quota import TABLE as QUOTAS
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.rpc.run_report import report_of, state_of
@@ -964,7 +965,7 @@ def test_a_status_reports_what_was_observed(given: dict[str, Any], word: str, cl
 
 def test_every_reason_of_the_closed_list_is_used() -> None:
     used: dict[str, set[str]] = {str(kind): set() for kind in Type}
-    for _, changes, _, _ in TABLE:
+    for changes in [*(line[1] for line in TABLE), *(line[1] for line in QUOTAS)]:
         for item in status_for(snapshot(**changes))["conditions"]:
             used[item["type"]].add(item["reason"])
     for reason in ("OperatorFailed", QUARANTINED):

@@ -1,0 +1,126 @@
+"""What a job asks its Kueue queue for, and what Kueue has answered. Pure.
+
+The request is one Workload with a pod set for each role, so that Kueue admits the whole job or nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrl_operator.state.accelerators import Placement
+
+Object = Mapping[str, Any]
+GROUP, VERSION = "kueue.x-k8s.io", "v1beta2"
+KIND, PRIORITY_KIND = "Workload", "WorkloadPriorityClass"
+PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+REQUEST = "kestrl.dev/quota-request"
+"""Annotation of a Workload: the digest of what it asks for."""
+ADMITTED, EVICTED, FINISHED, PODS_READY, QUOTA_RESERVED, REQUEUED = (
+    "Admitted",
+    "Evicted",
+    "Finished",
+    "PodsReady",
+    "QuotaReserved",
+    "Requeued",
+)
+"""Conditions of a Workload."""
+REQUEUES = frozenset({"Preempted", "NodeFailures"})
+"""Reasons of an eviction after which the Workload queues again at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaRequest:
+    """What a job needs to run."""
+
+    queue: str
+    priority_class: str
+    """Name of a WorkloadPriorityClass; empty for none."""
+    pod_sets: Sequence[Object]
+    digest: str
+    """Digest of queue and pod sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A job's Workload, as Kueue has answered it."""
+
+    name: str
+    uid: str
+    version: str
+    """Its resourceVersion, for which changes of its status are computed."""
+    request: str
+    """Digest of what it asks for."""
+    priority_class: str = ""
+    active: bool = True
+    """Whether it may be admitted; an administrator deactivates it by `spec.active: false`."""
+    deleting: bool = False
+    conditions: Sequence[Object] = ()
+    cluster_queue: str = ""
+    flavors: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """ResourceFlavors by pod set."""
+    updates: Mapping[str, Sequence[Placement]] = field(default_factory=dict[str, Sequence[Placement]])
+    """What admission checks add, by pod set."""
+
+    def condition(self, kind: str) -> Object:
+        """A condition of the Workload; empty if it has none of this type."""
+        return next((condition for condition in self.conditions if condition["type"] == kind), {})
+
+    def has(self, kind: str) -> bool:
+        """Whether a condition is true."""
+        return self.condition(kind).get("status") == "True"
+
+    @property
+    def lets_run(self) -> bool:
+        """Whether pods may run: Kueue has admitted it and does not take the quota back."""
+        return self.has(ADMITTED) and not self.has(EVICTED) and not self.has(FINISHED) and not self.deleting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What a job asks for, and the answer."""
+
+    request: QuotaRequest | None
+    """None where no valid spec is in force, or the job names no queue."""
+    admission: Admission | None
+    """None where there is no Workload."""
+    refused: str = ""
+    """Why the Workload could not be written."""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the Workload asks for something else than the job needs now."""
+        return self.request is not None and self.admission is not None and self.request.digest != self.admission.request
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the job has the quota that it needs."""
+        return self.admission is not None and self.admission.lets_run and not self.outdated
+
+
+def admission_of(body: Object) -> Admission:
+    """The typed form of a Workload."""
+    metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
+    granted = status.get("admission") or {}
+    updates: dict[str, list[Placement]] = {}
+    for check in status.get("admissionChecks") or ():
+        for update in check.get("podSetUpdates") or ():
+            entry = Placement(update.get("nodeSelector") or {}, update.get("tolerations") or ())
+            updates.setdefault(update["name"], []).append(entry)
+    return Admission(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        version=metadata["resourceVersion"],
+        request=metadata.get("annotations", {}).get(REQUEST, ""),
+        priority_class=(spec.get("priorityClassRef") or {}).get("name", ""),
+        active=spec.get("active", True),
+        deleting="deletionTimestamp" in metadata,
+        conditions=status.get("conditions") or (),
+        cluster_queue=granted.get("clusterQueue", ""),
+        flavors={
+            assignment["name"]: sorted(set((assignment.get("flavors") or {}).values()))
+            for assignment in granted.get("podSetAssignments") or ()
+        },
+        updates=updates,
+    )

@@ -26,6 +26,7 @@ ADMITTED, EVICTED, FINISHED, PODS_READY, QUOTA_RESERVED, REQUEUED = (
     "Requeued",
 )
 """Conditions of a Workload."""
+NOTHING: Object = {}
 REQUEUES = frozenset({"Preempted", "NodeFailures"})
 """Reasons of an eviction after which the Workload queues again at once."""
 
@@ -65,7 +66,7 @@ class Admission:
 
     def condition(self, kind: str) -> Object:
         """A condition of the Workload; empty if it has none of this type."""
-        return next((condition for condition in self.conditions if condition["type"] == kind), {})
+        return next((condition for condition in self.conditions if condition["type"] == kind), NOTHING)
 
     def has(self, kind: str) -> bool:
         """Whether a condition is true."""
@@ -102,7 +103,7 @@ class Quota:
 def admission_of(body: Object) -> Admission:
     """The typed form of a Workload."""
     metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
-    granted = status.get("admission") or {}
+    granted: Object = status.get("admission") or NOTHING
     updates: dict[str, list[Placement]] = {}
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
@@ -113,14 +114,14 @@ def admission_of(body: Object) -> Admission:
         uid=metadata["uid"],
         version=metadata["resourceVersion"],
         request=metadata.get("annotations", {}).get(REQUEST, ""),
-        priority_class=(spec.get("priorityClassRef") or {}).get("name", ""),
+        priority_class=(spec.get("priorityClassRef") or NOTHING).get("name", ""),
         active=spec.get("active", True),
         deleting="deletionTimestamp" in metadata,
         conditions=status.get("conditions") or (),
         cluster_queue=granted.get("clusterQueue", ""),
         flavors={
-            assignment["name"]: sorted(set((assignment.get("flavors") or {}).values()))
-            for assignment in granted.get("podSetAssignments") or ()
+            assignment["name"]: sorted(set((assignment.get("flavors") or NOTHING).values()))
+            for assignment in granted.get("podSetAssignments", ())
         },
         updates=updates,
     )

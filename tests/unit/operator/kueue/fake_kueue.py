@@ -16,7 +16,7 @@ ANYTHING: Object = {"type": "object", "x-kubernetes-preserve-unknown-fields": Tr
 
 def definition(kind: str, plural: str, *, namespaced: bool = True) -> Object:
     """A CustomResourceDefinition of Kueue's, without the fields' own checks."""
-    schema = {"type": "object", "properties": dict.fromkeys(("spec", "status"), ANYTHING)}
+    schema: Object = {"type": "object", "properties": dict.fromkeys(("spec", "status"), ANYTHING)}
     schema["properties"]["value"] = {"type": "integer"}
     version = {"name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     return {

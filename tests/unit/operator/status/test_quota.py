@@ -31,7 +31,8 @@ def asked(conditions: dict[str, str] | None = None, *, refused: str = "", **chan
             for kind, status in conditions.items()
         ]
         plain: dict[str, Any] = {"name": "w", "uid": "w-1", "version": "7", "request": "d", "cluster_queue": "all"}
-        admission = Admission(**(plain | {"conditions": written} | changes))
+        fields: dict[str, Any] = {**plain, "conditions": written, **changes}
+        admission = Admission(**fields)
     return {"labels": LABELS, "quota": Quota(request=REQUEST, admission=admission, refused=refused)}
 
 

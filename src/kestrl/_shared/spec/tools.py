@@ -135,9 +135,9 @@ class ToolSandbox(Model):
     """RuntimeClass of the pod of the tool service, such as gvisor. All tools of a job share that pod: those that name
     one name the same."""
     claim: SandboxClaim | None = None
-    """Runs the code of this tool in sandboxes claimed from a warm pool, in place of the pod of the tool service. For the
-    code interpreters of `kestrl_sandbox.tool`, and for classes whose `start_service` takes `warm_pool`. All tools that
-    run code claim from the same pool."""
+    """Runs the code of this tool in sandboxes claimed from a warm pool, in place of the pod of the tool service. For
+    the code interpreters of `kestrl_sandbox.tool`, and for classes whose `start_service` takes `warm_pool`. All tools
+    that run code claim from the same pool."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

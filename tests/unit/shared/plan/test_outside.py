@@ -9,7 +9,7 @@ import pytest
 from tests.unit.shared.plan.test_plan import SITE
 from tests.unit.shared.spec.test_environments import GYM, WORDS, job
 
-from kestrl._shared.plan.agents import gateway_listen, pods_image, pods_replicas, serves_pods
+from kestrl._shared.plan.agents import gateway_listen, outside_agent, pods_image, pods_replicas, serves_pods
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.environments import environment_entry
 from kestrl._shared.plan.planning import plan
@@ -92,3 +92,15 @@ def test_the_runtime_class_of_an_environment_is_that_of_the_pods_that_play_it(
     classes = {other: runtime_class(spec, other) for other in (Role.AGENT, Role.TOOLS)}
     assert {other for other, named in classes.items() if named is not None} == {role}
     assert classes[role] == ("gvisor", "spec.environment.runtimeClassName")
+
+
+@pytest.mark.parametrize(
+    ("agent", "python"),
+    [({"run": "mine:agent"}, "/venv/python"), ({"command": ["node"]}, None), ({"url": "http://h:1/run"}, None)],
+)
+def test_only_a_function_runs_in_the_interpreter_of_the_agent(agent: dict[str, Any], python: str | None) -> None:
+    site = cast("Site", SimpleNamespace(templates=False, agent_python="/venv/python"))
+    outside = outside_agent(job(agent=agent, rewards=[{"rule": "format"}]).spec, site)
+    assert outside is not None
+    assert (outside.python, outside.pods) == (python, None)
+    assert outside_agent(job(rewards=[{"rule": "format"}]).spec, site) is None

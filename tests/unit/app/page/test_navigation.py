@@ -244,7 +244,9 @@ def gaps_of(page: str) -> list[tuple[str, str]]:
 
 
 def test_failures_have_a_legend_with_their_counts(read: Read) -> None:
-    legend = read("/runs/job-1").partition('class="legend"')[2].partition("</ul>")[0]
+    beside_bars = read("/runs/job-1").partition('<div class="explained">')[2].partition("</ul>")[0]
+    assert "Failures by boundary" in beside_bars
+    legend = beside_bars.partition('class="legend"')[2]
     assert re.findall(r"</svg> ([a-z]+ \d)</li>", legend) == ["infrastructure 1", "tool 1"]
 
 

@@ -130,7 +130,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (work / "texts.json").write_text(json.dumps(asked))
     python = engine_python(Inference(), work)
     assert python is not None
-    command = [python, Path(__file__).with_name("vllm_reads.py"), work / "texts.json", work / "read.json"]
+    command = [python, Path(__file__).parent / "inside_vllm" / "reading.py", work / "texts.json", work / "read.json"]
     ended = subprocess.run(
         command, env=engine_environment(os.environ, python), capture_output=True, text=True, check=False
     )

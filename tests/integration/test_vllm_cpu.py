@@ -21,7 +21,7 @@ def test_the_model_is_inspected_without_a_second_process(tmp_path: Path) -> None
     write_engine_folder(folder)
     python = engine_python(Inference(), tmp_path)
     assert python is not None
-    command = [python, Path(__file__).with_name("vllm_inspects.py"), folder, tmp_path / "answer.json"]
+    command = [python, Path(__file__).parent / "inside_vllm" / "inspection.py", folder, tmp_path / "answer.json"]
     # In its cache an earlier start keeps what was read.
     variables = engine_environment(os.environ, python) | {"VLLM_CACHE_ROOT": str(tmp_path)}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -85,12 +85,12 @@ def finished_steps(entries: Iterable[Entry]) -> dict[int, events.StepFinished]:
 def measured_gaps(entries: Iterable[Entry]) -> dict[int, Mismatch]:
     """Log-prob mismatches of the steps that count, by number: a step's is measured before the step ends."""
     gaps: dict[int, Mismatch] = {}
-    last: Mismatch | None = None
+    mismatch: Mismatch | None = None
     for entry in entries:
         if isinstance(entry.event, events.HistoryRestored):
-            gaps, last = {step: gap for step, gap in gaps.items() if step <= entry.event.step}, None
+            gaps, mismatch = {step: gap for step, gap in gaps.items() if step <= entry.event.step}, None
         elif isinstance(entry.event, events.MismatchMeasured):
-            last = entry.event.gap
-        elif isinstance(entry.event, events.StepFinished) and last is not None:
-            gaps[entry.event.step], last = last, None
+            mismatch = entry.event.gap
+        elif isinstance(entry.event, events.StepFinished) and mismatch is not None:
+            gaps[entry.event.step], mismatch = mismatch, None
     return gaps

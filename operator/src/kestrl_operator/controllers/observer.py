@@ -75,9 +75,13 @@ class Observer:
 
     def _request(self, state: JobState, job: AgentRLJob, queue: str, priority_class: str) -> QuotaRequest | None:
         """The request of a job. A parsed job is the same object until its manifest changes."""
-        last = state.requested
-        if last is not None and last.job is job and (last.queue, last.priority_class) == (queue, priority_class):
-            return last.request
+        requested = state.requested
+        if (
+            requested is not None
+            and requested.job is job
+            and (requested.queue, requested.priority_class) == (queue, priority_class)
+        ):
+            return requested.request
         try:
             request = self._manifests.quota_request(state.key, state.uid, job, queue, priority_class)
         except UserInputError:  # the last accepted spec, which the administrator's settings do not allow any more

@@ -13,7 +13,7 @@ from kestrl_operator.controllers.claims import REFUSED, Foreign
 from kestrl_operator.controllers.job_state import JobState
 from kestrl_operator.render.quota import merged, workload_object
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.admission import PRIORITY_LABEL, Admission, QuotaRequest
+from kestrl_operator.state.admission import PRIORITY_LABEL, QuotaRequest, WorkloadAdmission
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.state.store import Store
 from kestrl_operator.status.lifecycle import Decision
@@ -30,7 +30,7 @@ class KueueQuota:
     def __init__(self, api: Api, store: Store) -> None:
         self._api, self._store = api, store
 
-    async def look_up_places(self, state: JobState, admission: Admission | None) -> None:
+    async def look_up_places(self, state: JobState, admission: WorkloadAdmission | None) -> None:
         """Reads where Kueue wants the pods of a job that holds quota. Without any, they stay where they were.
 
         Raises:
@@ -69,11 +69,11 @@ class KueueQuota:
         return None
 
     async def _apply(self, state: JobState, request: QuotaRequest, *, is_new: bool) -> float | None:
-        before = state.quota_refused
+        refusal = state.quota_refused
         state.quota_refused = await self._refusal(state, request, is_new=is_new)
         if not state.quota_refused:
             return None
-        if state.quota_refused != before:
+        if state.quota_refused != refusal:
             log.warning("%s: retried in %.0f s: %s", state.key, RETRY_SECONDS, state.quota_refused)
         return RETRY_SECONDS
 
@@ -111,7 +111,7 @@ class KueueQuota:
         return all(owner["uid"] != state.uid for owner in existing["metadata"].get("ownerReferences", ()))
 
     async def _change(
-        self, state: JobState, snapshot: Snapshot, decision: Decision, admission: Admission, step: QuotaStep
+        self, state: JobState, snapshot: Snapshot, decision: Decision, admission: WorkloadAdmission, step: QuotaStep
     ) -> None:
         """Deletes the Workload or changes its status. If it has changed meanwhile, its event causes another pass."""
         key = state.key
@@ -130,7 +130,7 @@ class KueueQuota:
         self._store.child(KUEUE_WORKLOAD.name, body)
 
 
-def _status(admission: Admission, snapshot: Snapshot, decision: Decision, step: QuotaStep) -> Mapping[str, Any]:
+def _status(admission: WorkloadAdmission, snapshot: Snapshot, decision: Decision, step: QuotaStep) -> Mapping[str, Any]:
     """The status of a Workload after a step that changes it."""
     if step is QuotaStep.RELEASE:
         return released(admission, snapshot.now)

@@ -48,14 +48,14 @@ def _pod_set(spec: JobSpec, item: Object) -> Object:
     """The pods of a role; of engines with a range, the most that there may be."""
     role = Role(item["metadata"]["labels"]["app.kubernetes.io/component"])
     pods = item["spec"]["template"]["spec"]
-    kept: Object = {field: pods[field] for field in COUNTED if pods.get(field)}
+    counted: Object = {field: pods[field] for field in COUNTED if pods.get(field)}
     for group in ("initContainers", "containers"):
         if pods.get(group):
-            kept[group] = [
+            counted[group] = [
                 {field: container[field] for field in CONTAINER if container.get(field)} for container in pods[group]
             ]
     count = spec.inference.replicas.max if role is Role.INFERENCE else replicas(spec, {}).get(role, 1)
-    return {"name": str(role), "count": count, "template": {"spec": kept}}
+    return {"name": str(role), "count": count, "template": {"spec": counted}}
 
 
 def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priority: int | None) -> Object:

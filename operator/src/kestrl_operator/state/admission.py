@@ -44,7 +44,7 @@ class QuotaRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class WorkloadAdmission:
     """A job's Workload, as Kueue has answered it."""
 
     name: str
@@ -84,7 +84,7 @@ class Quota:
 
     request: QuotaRequest | None
     """None where no valid spec is in force, or the job names no queue."""
-    admission: Admission | None
+    admission: WorkloadAdmission | None
     """None where there is no Workload."""
     refused: str = ""
     """Why the Workload could not be written."""
@@ -100,7 +100,7 @@ class Quota:
         return self.admission is not None and self.admission.lets_run and not self.outdated
 
 
-def admission_of(body: Object) -> Admission:
+def admission_of(body: Object) -> WorkloadAdmission:
     """The typed form of a Workload."""
     metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     granted: Object = status.get("admission") or NOTHING
@@ -109,7 +109,7 @@ def admission_of(body: Object) -> Admission:
         for update in check.get("podSetUpdates") or ():
             entry = Placement(update.get("nodeSelector") or {}, update.get("tolerations") or ())
             updates.setdefault(update["name"], []).append(entry)
-    return Admission(
+    return WorkloadAdmission(
         name=metadata["name"],
         uid=metadata["uid"],
         version=metadata["resourceVersion"],

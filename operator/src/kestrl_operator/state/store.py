@@ -12,7 +12,7 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import KIND
 from kestrl_operator.state import admission
 from kestrl_operator.state.accelerators import Node
-from kestrl_operator.state.admission import Admission, admission_of
+from kestrl_operator.state.admission import WorkloadAdmission, admission_of
 from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import pod_of, workload_of
 from kestrl_operator.state.snapshot import Pod, Workload
@@ -41,7 +41,7 @@ class Dependents:
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     """By uid, like the next."""
     children: dict[str, OwnedObject] = field(default_factory=dict[str, OwnedObject])
-    admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
+    admissions: dict[str, WorkloadAdmission] = field(default_factory=dict[str, WorkloadAdmission])
     """By uid."""
 
 
@@ -88,7 +88,7 @@ class Store(JobObjects):
     def workloads(self, key: Key) -> dict[Role, Workload]:
         return {workload.role: workload for workload in self._of(key).workloads.values()}
 
-    def admission(self, key: Key, uid: str) -> Admission | None:
+    def admission(self, key: Key, uid: str) -> WorkloadAdmission | None:
         """The answer to the request for quota of this job; None if it has none."""
         admissions = self._of(key).admissions
         return next((admissions[child] for child in admissions if self._owners[child] == uid), None)

@@ -260,7 +260,6 @@ def _fits(pattern: str, reason: str) -> bool:
 def _container_failures(snapshot: Snapshot) -> Iterator[tuple[ContainerEnd, Role]]:
     for pod in snapshot.staying:
         for item in pod.ended:
-            # Pods from before the last restart of the job are still being replaced; that restart was for their ends.
             if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == snapshot.restarts:
                 yield item, Role.LEARNER if pod.role is Role.RANKS else pod.role
 

@@ -15,8 +15,8 @@ from kestrl_operator.state.admission import (
     QUOTA_RESERVED,
     REQUEUED,
     REQUEUES,
-    Admission,
     Quota,
+    WorkloadAdmission,
 )
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import Snapshot
@@ -59,13 +59,13 @@ def _is_suspended(snapshot: Snapshot) -> bool:
     return snapshot.job is not None and snapshot.job.spec.suspend
 
 
-def _after_the_end(snapshot: Snapshot, admission: Admission | None) -> QuotaStep | None:
+def _after_the_end(snapshot: Snapshot, admission: WorkloadAdmission | None) -> QuotaStep | None:
     if admission is None or admission.has(FINISHED) or snapshot.present:
         return None
     return QuotaStep.FINISH
 
 
-def _of_a_job_in_its_queue(snapshot: Snapshot, quota: Quota, admission: Admission) -> QuotaStep | None:
+def _of_a_job_in_its_queue(snapshot: Snapshot, quota: Quota, admission: WorkloadAdmission) -> QuotaStep | None:
     reserved = admission.has(QUOTA_RESERVED)
     if admission.has(FINISHED) or (quota.outdated and reserved):
         return None if snapshot.present else QuotaStep.DELETE  # Kueue changes neither
@@ -91,7 +91,7 @@ def _all_ready(snapshot: Snapshot) -> bool:
     )
 
 
-def released(admission: Admission, now: float) -> Mapping[str, Any]:
+def released(admission: WorkloadAdmission, now: float) -> Mapping[str, Any]:
     """The status by which an evicted Workload gives its quota back, as Kueue's own integrations write it."""
     eviction = admission.condition(EVICTED)
     reason, message = eviction.get("reason", ""), eviction.get("message", "")
@@ -105,7 +105,7 @@ def released(admission: Admission, now: float) -> Mapping[str, Any]:
     return {"admission": None, "conditions": _with(admission.conditions, changes, now)}
 
 
-def finished(admission: Admission, snapshot: Snapshot, decision: Decision) -> Mapping[str, Any]:
+def finished(admission: WorkloadAdmission, snapshot: Snapshot, decision: Decision) -> Mapping[str, Any]:
     """The status of the Workload of a job that has ended."""
     end = snapshot.condition(Type.SUCCEEDED)[1] if decision.ended is None else decision.ended[0]
     reason = "Succeeded" if end == "Completed" else "Failed"
@@ -113,7 +113,7 @@ def finished(admission: Admission, snapshot: Snapshot, decision: Decision) -> Ma
     return {"conditions": _with(admission.conditions, changes, snapshot.now)}
 
 
-def started(admission: Admission, now: float) -> Mapping[str, Any]:
+def started(admission: WorkloadAdmission, now: float) -> Mapping[str, Any]:
     """The status of a Workload of which all pods are ready, which Kueue may wait for (`waitForPodsReady`)."""
     return {"conditions": _with(admission.conditions, {PODS_READY: ("True", "Started", "All pods are ready")}, now)}
 
@@ -169,7 +169,7 @@ def _answer(snapshot: Snapshot, quota: Quota, decision: Decision, queue: str) ->
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason="Admitted", message=message)
 
 
-def _why_given_back(admission: Admission, queue: str) -> str:
+def _why_given_back(admission: WorkloadAdmission, queue: str) -> str:
     if admission.has(EVICTED):
         eviction = admission.condition(EVICTED)
         return f"queue {queue} takes the quota back: {eviction.get('reason', '')}: {eviction.get('message', '')}"

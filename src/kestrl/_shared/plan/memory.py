@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
-from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.planning import algorithm_settings
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings
@@ -155,7 +154,7 @@ def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTL
         targets=targets if isinstance(targets, str) else tuple(targets),
         seed=0,
         device=device,
-        **pass_settings(learner),
+        **learner.pass_settings(),
     )
 
 

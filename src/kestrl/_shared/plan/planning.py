@@ -28,7 +28,6 @@ from kestrl._shared.plan.judges import (
     uses_own_engines,
     with_judge_secrets,
 )
-from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.settings.common import DataSettings, ServiceSettings
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.plan.settings.judge import JudgeSettings
@@ -354,7 +353,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
-            **pass_settings(spec.learner),
+            **spec.learner.pass_settings(),
             "device": site.build(spec.learner.accelerator, "learner").device,
             **_division(spec, site),
             "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kestrl._shared.plan.algorithm import AlgorithmSettings
-from kestrl._shared.plan.passes import pass_settings
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings, RanksOfPods
 from kestrl._shared.spec.sft import Conversations, SFTJob
@@ -118,7 +117,7 @@ def sft_settings(
         threads=spec.learner.threads,
         ranks=spec.learner.ranks,
         device=spec.learner.device,
-        **pass_settings(spec.learner),
+        **spec.learner.pass_settings(),
     )
 
 

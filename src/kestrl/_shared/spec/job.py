@@ -16,11 +16,11 @@ from kestrl._shared.spec.environments import Environment
 from kestrl._shared.spec.inference import Accelerator, Inference
 from kestrl._shared.spec.judges import CorrectnessSpec, RulerSpec
 from kestrl._shared.spec.model import (
-    LARGEST_CONTEXT,
     LARGEST_SEED,
     MOST_SAMPLES,
     Model,
     NonNegativeInt,
+    Passes,
     Positive,
     PositiveInt,
     listed,
@@ -213,7 +213,7 @@ class Rollout(Model):
     deadlines: Deadlines = Deadlines()
 
 
-class Learner(Model):
+class Learner(Passes):
     """The learner."""
 
     accelerator: Accelerator = Accelerator()
@@ -224,17 +224,6 @@ class Learner(Model):
     machine all ranks are processes of it, and it needs replicas x accelerator.count devices."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
-    gradient_checkpointing: bool = False
-    """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
-    long episodes, and a third more work."""
-    checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
-    computed once. Default: all."""
-    activation_offload: bool = False
-    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
-    for copies. Needs gradientCheckpointing and a device other than a CPU."""
-    tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
-    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it."""
     termination_grace: Duration = 180.0
     """Time between SIGTERM and SIGKILL of the learner's pod. A checkpoint precedes an update that may take longer."""
 

@@ -1,9 +1,9 @@
-"""Base of the manifest's models: strictness, names, and bounded numbers."""
+"""Base of the manifest's models: strictness, names, bounded numbers, and fields that several kinds have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -41,3 +41,23 @@ PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
 Positive = Annotated[float, Field(gt=0, strict=False)]
 NonNegative = Annotated[float, Field(ge=0, strict=False)]
+
+
+class Passes(Model):
+    """What the learner's passes compute and keep, the same for an AgentRLJob and an SFTJob."""
+
+    gradient_checkpointing: bool = False
+    """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
+    long episodes, and a third more work."""
+    checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
+    computed once. Default: all."""
+    activation_offload: bool = False
+    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
+    for copies. Needs gradientCheckpointing and a device other than a CPU."""
+    tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
+    """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it."""
+
+    def pass_settings(self) -> dict[str, Any]:
+        """These fields as those of the learner's settings."""
+        return {name: getattr(self, name) for name in Passes.model_fields}

@@ -18,6 +18,7 @@ from kestrl._shared.spec.model import (
     Model,
     NonNegative,
     NonNegativeInt,
+    Passes,
     Positive,
     PositiveInt,
 )
@@ -105,7 +106,7 @@ class Training(Model):
         return self.learning_rate or DEFAULT_LEARNING_RATES[self.parameters]
 
 
-class SFTLearner(Model):
+class SFTLearner(Passes):
     """The program that trains."""
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:[0-9]+)?$")] = "cpu"
@@ -115,16 +116,6 @@ class SFTLearner(Model):
     profile cpu the ranks share the cores. Default: one of profile cpu, nvidia or ascend, by `device`."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
-    gradient_checkpointing: bool = False
-    """Keep the inputs of layers only and compute their activations again in the backward pass."""
-    checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
-    computed once. Default: all."""
-    activation_offload: bool = False
-    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
-    for copies. Needs gradientCheckpointing and a device other than a CPU."""
-    tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
-    """Maximum tokens of one forward and backward pass, padding included."""
 
     @property
     def ranks(self) -> int:

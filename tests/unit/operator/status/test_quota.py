@@ -8,7 +8,7 @@ import pytest
 from tests.unit.operator.samples import NOW, all_pods, at, job, learner_report, over, pod, snapshot
 
 from kestrl._shared.plan.components import Role
-from kestrl_operator.state.admission import Admission, Quota, QuotaRequest
+from kestrl_operator.state.admission import Quota, QuotaRequest, WorkloadAdmission
 from kestrl_operator.state.snapshot import QUEUE_LABEL
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import NOT_OBSERVED
@@ -32,7 +32,7 @@ def asked(conditions: dict[str, str] | None = None, *, refused: str = "", **chan
         ]
         plain: dict[str, Any] = {"name": "w", "uid": "w-1", "version": "7", "request": "d", "cluster_queue": "all"}
         fields: dict[str, Any] = {**plain, "conditions": written, **changes}
-        admission = Admission(**fields)
+        admission = WorkloadAdmission(**fields)
     return {"labels": LABELS, "quota": Quota(request=REQUEST, admission=admission, refused=refused)}
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's own parsers read in texts: `python vllm_reads.py TEXTS ANSWERS`, in the interpreter that has vLLM.
+"""What vLLM's own parsers read in texts: `python reading.py TEXTS ANSWERS`, in the interpreter that has vLLM.
 
 TEXTS has the tokenizer of each kind, pairs of kind and text, the tools' schemas, and the names of vLLM's parsers.
 ANSWERS gets the content, the calls and why it cannot be read here, for each text; and by kind, whether the parser of

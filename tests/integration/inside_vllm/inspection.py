@@ -1,4 +1,4 @@
-"""How vLLM's registry inspects the class of a model: `python vllm_inspects.py FOLDER ANSWER`, in vLLM's interpreter
+"""How vLLM's registry inspects the class of a model: `python inspection.py FOLDER ANSWER`, in vLLM's interpreter
 with the engine's folder of KestRL.
 
 ANSWER gets whether it starts a process for that, and what it reads once `inspect_in_process` was called and no process

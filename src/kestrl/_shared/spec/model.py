@@ -60,4 +60,9 @@ class Passes(Model):
 
     def pass_settings(self) -> dict[str, Any]:
         """These fields as those of the learner's settings."""
-        return {name: getattr(self, name) for name in Passes.model_fields}
+        return {
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "checkpointed_layers": self.checkpointed_layers,
+            "activation_offload": self.activation_offload,
+            "tokens_per_pass": self.tokens_per_pass,
+        }

@@ -154,7 +154,10 @@ def _policy(spec: ModelSpec, model: str, *, device: str, learner: Learner | SFTL
         targets=targets if isinstance(targets, str) else tuple(targets),
         seed=0,
         device=device,
-        **learner.pass_settings(),
+        gradient_checkpointing=learner.gradient_checkpointing,
+        checkpointed_layers=learner.checkpointed_layers,
+        activation_offload=learner.activation_offload,
+        tokens_per_pass=learner.tokens_per_pass,
     )
 
 

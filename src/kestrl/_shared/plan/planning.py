@@ -353,7 +353,10 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,
             "threads": spec.learner.threads,
-            **spec.learner.pass_settings(),
+            "gradient_checkpointing": spec.learner.gradient_checkpointing,
+            "checkpointed_layers": spec.learner.checkpointed_layers,
+            "activation_offload": spec.learner.activation_offload,
+            "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
             **_division(spec, site),
             "ranks_listen": f"{site.endpoint(Role.LEARNER, 0).bind}:{site.ranks_port}"

@@ -117,7 +117,10 @@ def sft_settings(
         threads=spec.learner.threads,
         ranks=spec.learner.ranks,
         device=spec.learner.device,
-        **spec.learner.pass_settings(),
+        gradient_checkpointing=spec.learner.gradient_checkpointing,
+        checkpointed_layers=spec.learner.checkpointed_layers,
+        activation_offload=spec.learner.activation_offload,
+        tokens_per_pass=spec.learner.tokens_per_pass,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -57,12 +57,3 @@ class Passes(Model):
     for copies. Needs gradientCheckpointing and a device other than a CPU."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it."""
-
-    def pass_settings(self) -> dict[str, Any]:
-        """These fields as those of the learner's settings."""
-        return {
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "checkpointed_layers": self.checkpointed_layers,
-            "activation_offload": self.activation_offload,
-            "tokens_per_pass": self.tokens_per_pass,
-        }

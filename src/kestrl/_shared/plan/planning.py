@@ -323,9 +323,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             else tuple(spec.model.adapter.targets),
             "adapter_from": spec.model.adapter.from_,
             "data": _data(site.train, data, spec),
-            "validation": None
-            if validation is None or site.validation is None
-            else _data(site.validation, validation, spec),
+            "validation": _data(site.validation, validation, spec) if validation and site.validation else None,
             "evaluation": evaluation_sampling(spec),
             "seed": spec.data.seed,
             "epochs": spec.schedule.epochs,

@@ -161,6 +161,16 @@ async def test_a_row_cannot_replace_what_the_manifest_sets() -> None:
         provider.check({"seconds": 60})
 
 
+@pytest.mark.parametrize("field", [{"isolation": "kernel"}, {"backend": "bwrap"}, {"max_sandboxes": 2}])
+async def test_a_row_cannot_choose_the_pool_that_all_episodes_share(field: dict[str, Any]) -> None:
+    provider = CodeInterpreter(NAME, {}, None)
+    (name,) = field
+    with pytest.raises(ToolFailure, match=f"{name} of the pool, which all episodes share, is set by the tool's config"):
+        provider.check(field)
+    with pytest.raises(ToolFailure, match=name):
+        await provider.open(field)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

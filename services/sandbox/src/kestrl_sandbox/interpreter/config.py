@@ -18,6 +18,8 @@ CLAIMS = 16
 """Default of `max_sandboxes` for sandboxes that are claimed, each of which is a pod."""
 OUTPUT_BYTES = 200_000
 """Bytes of each output stream that are kept; the rollout worker cuts the text to `agent.maxToolTokens`."""
+OF_THE_POOL = frozenset({"isolation", "backend", "max_sandboxes"})
+"""Fields of the pool that all episodes share, which a row cannot set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kestrl.tools import SandboxInUse, WarmPool
 from kestrl.tools.provider import CodeProvider, Kwargs, ProviderSession, ToolDefinition, kwargs_failure, refuse_fixed
 from kestrl.tools.schema import read
 from kestrl_sandbox.contract import SandboxFailure
-from kestrl_sandbox.interpreter.config import InterpreterConfig
+from kestrl_sandbox.interpreter.config import OF_THE_POOL, InterpreterConfig
 from kestrl_sandbox.interpreter.session import InterpreterSession, Snippet
 from kestrl_sandbox.interpreter.shared_pool import SHARED
 from kestrl_sandbox.pool.sandbox_pool import SandboxPool
@@ -94,6 +94,10 @@ class Interpreter(CodeProvider):
     def _with_row(self, create_kwargs: Kwargs) -> InterpreterConfig:
         """Config with what a row adds; raises ToolFailure for what it cannot."""
         refuse_fixed(self._name, "create_kwargs", self._fixed, create_kwargs)
+        of_the_pool = ", ".join(sorted(OF_THE_POOL & set(create_kwargs)))
+        if of_the_pool:
+            reason = f"{of_the_pool} of the pool, which all episodes share, is set by the tool's config in the manifest"
+            raise kwargs_failure(self._name, "create_kwargs", reason)
         try:
             return InterpreterConfig.read({**self._fixed, **create_kwargs})
         except TypeError as error:

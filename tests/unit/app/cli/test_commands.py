@@ -323,7 +323,7 @@ def test_episodes_are_selected(finished: Path) -> None:
 
     assert len(listed("--scenario", "3", "--step", "1", "--not-failed")) == 1
     for other in (("--failed",), ("--scenario", "4"), ("--step", "0"), ("--purpose", "eval")):
-        assert listed(*other) == []
+        assert listed(*other) == ["nothing is selected; stored are train 1"], "on standard error"
     refused = kestrl("episodes", "list", "--runs", finished, "--purpose", "evaluation", code=2)
     assert "--purpose: 'evaluation' is neither train nor eval" in refused
 

@@ -32,6 +32,11 @@ class Scene:
         assert learner is not None
         return int(learner["metadata"]["annotations"]["kestrl.dev/attempts"])
 
+    def followed(self) -> set[str]:
+        """Uids of the learner's pods that have reported to the operator."""
+        streams = self.running.operator._states._streams()
+        return {stream.pod for stream in streams if stream.report is not None}
+
     def replicas(self) -> set[int]:
         """The replica counts of all workloads."""
         workloads = [*self.stage.cluster.list("statefulsets"), *self.stage.cluster.list("deployments")]
@@ -383,8 +388,10 @@ async def test_stable_steps_reset_restarts_and_roll_no_pod(stage: Stage) -> None
             lambda: stage.pods("learner")[0]["metadata"]["annotations"]["kestrl.dev/attempts"] == "2", "it runs"
         )
         pod = stage.pods("learner")[0]["metadata"]["uid"]
+        # Steps are counted from the first one that the new pod reports.
+        await stage.until(lambda: pod in running.followed(), "the new pod is followed")
         running.learner.report(report("training", 4))
-        await stage.until(lambda: stage.status()["progress"]["step"] == 4, "the new pod is followed")
+        await stage.until(lambda: stage.status()["progress"]["step"] == 4, "it reports")
         running.learner.report(report("training", 4 + lifecycle.STABLE_STEPS))
 
         def forgiven() -> bool:

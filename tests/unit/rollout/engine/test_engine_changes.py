@@ -185,23 +185,31 @@ async def test_half_of_the_engines_killed_at_once_three_times_fails_no_episode(m
     stage.says(*turns)
     calm = await anext_group(stage, stage.request(size=16))
     says, sampled = stage.engines[0].script, 0
+    one_at_a_time, kills = asyncio.Lock(), list[asyncio.Task[None]]()
+
+    async def kill_half(number: int) -> None:
+        async with one_at_a_time:
+            killed = stage.engines[:2] if number == 24 else stage.engines[2:]
+            for engine in stage.engines:
+                if engine not in killed and not engine.running:
+                    await engine.start()
+            await update(stage, 0, 1, 2, 3, revision=number)
+            for engine in killed:
+                await engine.stop()
 
     async def then_half_are_killed(prompt: Prompt) -> Any:
         nonlocal sampled
         sampled += 1
         if sampled in {8, 24, 40}:
-            killed = stage.engines[:2] if sampled == 24 else stage.engines[2:]
-            for engine in stage.engines:
-                if engine not in killed and not engine.running:
-                    await engine.start()
-            await update(stage, 0, 1, 2, 3, revision=sampled)
-            for engine in killed:
-                await engine.stop()
+            # A task of its own: an engine that stops cancels its handlers, of which this may be one.
+            kills.append(asyncio.create_task(kill_half(sampled)))
+            await asyncio.shield(kills[-1])
         return says(prompt)
 
     for engine in stage.engines:
         engine.script = then_half_are_killed
     spot = await anext_group(stage, stage.request(size=16, group_id="g-2"))
+    await asyncio.gather(*kills)
     assert sampled > 40
     assert [episode.failure for episode in spot.episodes] == [None] * 16
     assert [len(episode.turns) for episode in spot.episodes] == [4] * 16

@@ -162,24 +162,26 @@ for place in {places}:
     )
 
 
+OF_SERVICES = ("torch", "transformers", "peft", "obstore", "grpc", "pyarrow", "kestrl_inference", "kestrl_learner")
+OF_ENGINES = ("torch", "vllm", "transformers", "kestrl_inference.inside.launcher")
+
+
 def test_everything_that_pods_run_can_be_imported_in_one(host_paths: Cluster, namespace: str) -> None:
-    modules = (
-        "torch",
-        "vllm",
-        "transformers",
-        "peft",
-        "obstore",
-        "grpc",
-        "pyarrow",
-        "kestrl_inference",
-        "kestrl_learner",
-    )
     volume: dict[str, Any] = {"name": "tmp", "emptyDir": {}}
-    container = {"env": [{"name": "HOME", "value": "/tmp"}], "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}]}
-    code = f"import {', '.join(modules)}; import subprocess; subprocess.run(['lscpu', '--json'], check=True)"
-    host_paths.apply(pod(host_paths, "heavy", "python", "-c", code, container=container, volumes=[volume]), namespace)
-    ended = host_paths.wait_ended("heavy", namespace, seconds=120)
-    assert ended["status"]["phase"] == "Succeeded", host_paths.logs("heavy", namespace)
+    for name, image, modules in (
+        ("services", host_paths.image, OF_SERVICES),
+        ("engines", host_paths.engine_image, OF_ENGINES),
+    ):
+        container = {
+            "image": image,
+            "env": [{"name": "HOME", "value": "/tmp"}],
+            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        }
+        code = f"import {', '.join(modules)}; import subprocess; subprocess.run(['lscpu', '--json'], check=True)"
+        imports = pod(host_paths, name, "python", "-c", code, container=container, volumes=[volume])
+        host_paths.apply(imports, namespace)
+        ended = host_paths.wait_ended(name, namespace, seconds=120)
+        assert ended["status"]["phase"] == "Succeeded", host_paths.logs(name, namespace)
 
 
 def test_pods_outside_labelled_namespaces_are_left_alone(host_paths: Cluster) -> None:

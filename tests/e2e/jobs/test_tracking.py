@@ -146,7 +146,7 @@ def stored_episodes(installation: Installation, job: str) -> set[str]:
     }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.timeout(2400)
 def test_a_run_is_in_mlflow_over_a_rotated_token_and_on_the_page(
     installation: Installation, proxy: Proxy, tmp_path: Path

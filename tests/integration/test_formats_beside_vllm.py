@@ -126,8 +126,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What vLLM's interpreter answers, asked once for all texts."""
     work = tmp_path_factory.mktemp("formats")
     tokenizers = {kind: json.loads(tokenizer_of(markers).to_str()) for kind, markers in MARKERS.items()}
-    asked = {"tokenizers": tokenizers, "texts": ASKED, "schemas": SCHEMAS, "parsers": PARSERS}
-    (work / "texts.json").write_text(json.dumps(asked))
+    texts = {"tokenizers": tokenizers, "texts": ASKED, "schemas": SCHEMAS, "parsers": PARSERS}
+    (work / "texts.json").write_text(json.dumps(texts))
     python = engine_python(Inference(), work)
     assert python is not None
     command = [python, Path(__file__).parent / "inside_vllm" / "reading.py", work / "texts.json", work / "read.json"]

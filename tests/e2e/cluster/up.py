@@ -142,8 +142,8 @@ def sweep() -> None:
 
 
 def _archives(layout: Layout, kit: Kit) -> list[Path]:
-    own = kestrl_archive(kit.images, layout.environment)
-    return [pause_archive(kit.images), own, engine_archive(kit.images, layout.engine)]
+    services = kestrl_archive(kit.images, layout.environment)
+    return [pause_archive(kit.images), services, engine_archive(kit.images, layout.engine)]
 
 
 def _begin(layout: Layout, kit: Kit) -> None:

@@ -76,9 +76,9 @@ class Export(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        known = self.headers.get("Authorization") == f"Bearer {self.server.key}"
-        self.server.accepted += known
-        self.send_response(200 if known else 401)
+        authorized = self.headers.get("Authorization") == f"Bearer {self.server.key}"
+        self.server.accepted += authorized
+        self.send_response(200 if authorized else 401)
         self.send_header("Content-Type", "application/x-protobuf")
         self.send_header("Content-Length", "0")
         self.end_headers()

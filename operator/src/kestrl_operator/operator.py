@@ -64,7 +64,7 @@ class Operator:
         sft = sft_controller(api, events, config, self._installations, self._work_record, lambda: store.nodes)
         self._store, self._controllers = store, (jobs, sft)
         self._workers = ControllerWorkers(metrics.pass_seconds())
-        self._watch = watch.WatchThread(self._take, config.namespaces, kinds)
+        self._watch = watch.WatchThread(self._receive, config.namespaces, kinds)
         self._election = LeaderElection(
             api,
             namespace=lease.namespace,
@@ -110,8 +110,13 @@ class Operator:
             await probes.cleanup()
             self._work_record.close()
 
-    def _take(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
+    def _receive(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
         """Handles an event of a watch stream."""
+        self._audit.confirm(body["metadata"]["uid"])
+        self._take(kind, body, deleted)
+
+    def _take(self, kind: Kind, body: Mapping[str, Any], deleted: bool) -> None:
+        """Hands on an object that a watch stream delivered or an audit found."""
         for controller in self._controllers:
             controller.receive(kind, body, deleted)
 
@@ -121,7 +126,7 @@ class Operator:
                 for controller in self._controllers:
                     await controller.add_missed()
                 await self._audit.once(nodes=nodes)
-                wait = self._config.audit_seconds
+                wait = self._config.audit_seconds / (10 if self._audit.repeats_soon else 1)
             except ApiProblem as error:
                 log.warning("%s", error)
                 wait = self._config.audit_seconds / 10

@@ -40,6 +40,10 @@ class Controllers:
             self._due = True
             asyncio.get_running_loop().call_soon(self.sync)
 
+    def stop(self) -> None:
+        """Follows no workload any more: pods stay as they are."""
+        self._cluster.objects.listeners.remove(self._seen)
+
     def sync(self) -> None:
         """Creates and deletes pods to match the workloads."""
         self._due = False

@@ -21,7 +21,8 @@ from kestrl_operator.watch.streams import MANAGED, WATCHED
 
 log = logging.getLogger(__name__)
 PODS_EVERY = 5
-"""Audits between two lists of pods and other objects, which are more numerous than jobs."""
+"""Audits between two lists of pods and other objects, which are more numerous than jobs; every audit lists them while
+a stream has not delivered some."""
 NO_CHILDREN = frozenset({JOB, POD, SFT_JOB, BATCH_JOB})
 
 
@@ -54,6 +55,9 @@ class Audit:
         self._expected: dict[str, int] = {}
         """Versions of jobs, by uid, that the stream had not delivered at the last audit."""
         self._received: dict[str, int] = {}
+        self._unconfirmed: set[str] = set()
+        """Uids of objects that a list had and that no stream has delivered. A stream that begins after their deletion
+        never mentions them."""
         self._rounds = 0
         self.stale: list[str] = []
         """Jobs whose changes the stream has not delivered for a whole interval."""
@@ -66,6 +70,15 @@ class Audit:
         """Records a job version that the stream delivered."""
         self._received[uid] = max(version, self._received.get(uid, 0))
 
+    def confirm(self, uid: str) -> None:
+        """Records an object of any kind that a stream delivered, which delivers its deletion as well."""
+        self._unconfirmed.discard(uid)
+
+    @property
+    def repeats_soon(self) -> bool:
+        """Whether the next audit is to follow soon: streams that begin while the first one lists miss deletions."""
+        return self._rounds == 1 and bool(self._unconfirmed)
+
     async def once(self, *, nodes: bool) -> None:
         """Lists all objects, and hands on what the streams missed.
 
@@ -76,7 +89,7 @@ class Audit:
             ApiProblem: The API server does not answer.
         """
         await self._jobs()
-        if self._rounds % PODS_EVERY == 0:
+        if self._rounds % PODS_EVERY == 0 or self._unconfirmed:
             await self._pods()
             await self._children()
         if nodes:
@@ -133,7 +146,11 @@ class Audit:
             if all(self._store.version(mark.uid) >= mark.version for mark in page_marks):
                 continue
             async for item in self._api.list(kind, namespace, labels=labels):
-                if self._store.version(item["metadata"]["uid"]) < int(item["metadata"]["resourceVersion"]):
+                uid = item["metadata"]["uid"]
+                known_version = self._store.version(uid)
+                if known_version < int(item["metadata"]["resourceVersion"]):
+                    if not known_version:
+                        self._unconfirmed.add(uid)
                     missed(item)
         return marks
 
@@ -146,5 +163,6 @@ class Audit:
             self._changed(key)
 
     def _forget(self, uids: Collection[str]) -> None:
+        self._unconfirmed.difference_update(uids)
         for key in self._store.forget(uids):
             self._changed(key)

@@ -115,15 +115,17 @@ class Running:
         )
 
     def has_delivered(self, cluster: FakeKubernetes) -> bool:
-        """Whether each stream that is not frozen has delivered the newest state of each of its objects."""
+        """Whether each stream that is not frozen has delivered the newest state of each of its objects. A stream that
+        begins after a deletion never mentions it; an object that an audit has listed before is forgotten by then.
+        """
         newest = {
             change.after["metadata"]["uid"]: change
             for change in cluster.objects.history
             if not change.lost and cluster.is_watched(change, SELECTORS, self.namespaces)
         }
-        seen = self.operator.delivered
+        seen, known = self.operator.delivered, frozenset[str]().union(*self.operator._store.known())
         return all(
-            change.version <= seen.get(uid, change.version if change.type == "DELETED" else 0)
+            change.version <= seen.get(uid, change.version if change.type == "DELETED" and uid not in known else 0)
             for uid, change in newest.items()
         )
 

@@ -8,13 +8,15 @@ from functools import partial
 import pytest
 from tests.fakes.kubernetes import Controllers
 
-from kestrl_operator.watch.streams import WatchEnded
+from kestrl_operator.watch.streams import WatchEnded, WatchThread
 
 from .stage import JOB, NAMESPACE, Stage, ready
 
 CHILDREN = ("deployments", "services", "networkpolicies")
 OFTEN = 0.2
 """Seconds between two audits."""
+RARELY = 30.0
+"""The same where a test is over before the second audit, unless that is earlier than the others."""
 
 
 def audits(stage: Stage) -> int:
@@ -153,6 +155,34 @@ async def test_a_pod_whose_deletion_was_missed_does_not_block_a_suspension(stage
     stage.cluster.edit("agentrljobs", NAMESPACE, JOB, {"spec": {"suspend": True}})
     await stage.until(lambda: not stage.cluster.list("pods"), "pods are gone")
     await stage.until(lambda: stage.condition("Suspended")[:2] == ("True", "Released"), "the suspension completes")
+
+
+async def test_a_pod_that_goes_before_the_streams_begin_is_forgotten(stage: Stage) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    running = await stage.operator("a")
+    stage.job()
+    await stage.until(lambda: stage.status().get("rolloutReplicas") == 1, "a pod of a rollout worker runs")
+    await stage.settled()
+    await stage.stop(running)
+    streams_begin, run = asyncio.Event(), WatchThread.run
+
+    async def begin_late(watch: WatchThread) -> None:
+        await streams_begin.wait()
+        await run(watch)
+
+    stage.patch.setattr(WatchThread, "run", begin_late)
+    before = audits(stage)
+    running = stage.begin("b", audit_seconds=RARELY)
+    await stage.until(lambda: audits(stage) > before, "the first audit has listed the pods")
+    await stage.until(lambda: stage.holder() == "b", "b leads")
+    controllers.stop()  # so that no pod takes the place of the one that goes
+    (pod,) = stage.pods("rollout")
+    stage.cluster.delete("pods", NAMESPACE, pod["metadata"]["name"])
+    streams_begin.set()
+    await stage.until(lambda: stage.watches("b"), "the streams begin")
+    assert not running.has_delivered(stage.cluster), "the pod is known, and no stream mentions it"
+    await stage.until(lambda: stage.status()["rolloutReplicas"] == 0, "the pod is forgotten", seconds=RARELY / 2)
+    await stage.settled()
 
 
 async def test_a_job_created_during_an_audit_is_not_removed(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -23,6 +24,8 @@ OPTIONS = (
     "--disable-extensions", "--disable-background-networking", "--disable-sync", "--remote-debugging-pipe",
     "about:blank",
 )  # fmt: skip
+LOWEST = 10
+"""Lowest descriptor of a pipe's end: bash keeps some from 10 on for itself, and takes free ones."""
 PRINTED = {"j", "k", "y", "n", "/", "[", "]"}
 """Keys that write a character."""
 Message = dict[str, Any]
@@ -36,6 +39,15 @@ def chromium() -> str:
     return program
 
 
+def _pipe() -> tuple[int, int]:
+    """The reading and the writing end of a pipe, above the descriptors that Chromium's shell sets and closes."""
+    low_ends = os.pipe()
+    reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, LOWEST) for end in low_ends)
+    for end in low_ends:
+        os.close(end)
+    return reading, writing
+
+
 class Browser:
     """A browser with one page.
 
@@ -45,8 +57,8 @@ class Browser:
     """
 
     def __init__(self, program: str, profile: Path) -> None:
-        requests, self._write = os.pipe()
-        self._read, answers = os.pipe()
+        requests, self._write = _pipe()
+        self._read, answers = _pipe()
         # Chromium reads from descriptor 3 and writes to 4.
         shell = f'exec "$@" 3<&{requests} 4>&{answers} {requests}<&- {answers}>&-'
         self._process = subprocess.Popen(

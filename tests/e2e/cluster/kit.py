@@ -12,6 +12,8 @@ from pathlib import Path
 from .commands import run
 
 SOURCES = Path(__file__).parents[1] / "kit"
+KUEUE = SOURCES / "kueue"
+"""The module of Kueue's manager, and the script that builds it."""
 KEYED = ("go.mod", "go.sum", "build", "kubernetes/main.go", "coredns/main.go")
 """The files that `build` names the folder by, in its order."""
 COMPLETE = ".complete"
@@ -51,7 +53,18 @@ def build_kit() -> Kit:
     return Kit(Path(printed.stdout.strip()))
 
 
-def module_folder(module: str) -> Path:
-    """The folder of a Go module of the kit, downloaded if necessary."""
-    output = json.loads(run("go", "-C", SOURCES, "mod", "download", "-json", module))
+def module_folder(module: str, sources: Path = SOURCES) -> Path:
+    """The folder of a Go module that a module of ours requires, downloaded if necessary."""
+    output = json.loads(run("go", "-C", sources, "mod", "download", "-json", module, seconds=300))
     return Path(output["Dir"])
+
+
+def build_kueue() -> Path:
+    """Kueue's manager, built if necessary: that takes five minutes after the kit, with progress on standard error."""
+    printed = subprocess.run([KUEUE / "build"], check=True, stdout=subprocess.PIPE, text=True)
+    return Path(printed.stdout.strip()) / "kueue"
+
+
+def kueue_folder() -> Path:
+    """The folder of Kueue's module, with its definitions and manifests."""
+    return module_folder("sigs.k8s.io/kueue", KUEUE)

@@ -1,16 +1,14 @@
-"""The operator's Workloads under Kueue's own definitions on a real API server. Kueue's controller does not run."""
+"""The operator's Workloads under Kueue's own definitions on a real API server, without its controller."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.e2e.cluster.client import Cluster
-from tests.e2e.cluster.commands import run
+from tests.e2e.cluster.kit import kueue_folder
 from tests.unit.operator.rendering import rendered
 from tests.unit.operator.samples import NOW, job, snapshot
 
@@ -23,7 +21,6 @@ from kestrl_operator.status.lifecycle import decide
 from kestrl_operator.status.quota import finished, released, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(4)]
-VERSION = "v0.19.2"
 UID = "11111111-1111-4111-8111-111111111111"
 Object = dict[str, Any]
 
@@ -36,8 +33,7 @@ def is_established(definition: Object) -> bool:
 @pytest.fixture(scope="module")
 def kueue_kinds(control_plane: Cluster) -> Iterator[Cluster]:
     """The cluster with Kueue's definitions, from its Go module."""
-    module = json.loads(run("go", "mod", "download", "-json", f"sigs.k8s.io/kueue@{VERSION}", seconds=300))
-    bases = Path(module["Dir"]) / "config/components/crd/bases"
+    bases = kueue_folder() / "config/components/crd/bases"
     paths = [bases / f"kueue.x-k8s.io_{plural}.yaml" for plural in ("workloads", "workloadpriorityclasses")]
     for path in paths:
         control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))

@@ -1,0 +1,149 @@
+"""Jobs in a queue of Kueue, whose own manager admits them, lets them wait and preempts them, on real pods."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.e2e.cluster.client import Cluster, Object
+from tests.e2e.cluster.commands import eventually
+from tests.e2e.installation import (
+    JOB,
+    RELEASE,
+    SYSTEM,
+    Installation,
+    condition,
+    is_true,
+    newest_adapter,
+    small,
+    summary,
+)
+from tests.e2e.test_job import trained_once
+
+from .kueue_manager import running_kueue
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(12)]
+GROUP = "kueue.x-k8s.io"
+WORKLOAD = f"workloads.{GROUP}"
+QUEUE, CLUSTER_QUEUE, FLAVOR, URGENT = "gpus", "all-gpus", "any-node", "urgent"
+PODS = 5
+"""The pods of one of the jobs: learner, engine, rollout worker, tools and judge."""
+RELEASED_SECONDS = 120.0
+"""For a drain: the end of rollouts, the checkpoint and the end of all pods."""
+
+
+def cluster_object(kind: str, name: str, **content: object) -> Object:
+    return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, **content}
+
+
+def queues() -> list[Object]:
+    """A ClusterQueue with the quota of one job, whose jobs of higher priority preempt, and what belongs to it."""
+    quotas = {"pods": PODS, "cpu": 100, "memory": "100Gi"}
+    resources = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
+    group = {"coveredResources": list(quotas), "flavors": [{"name": FLAVOR, "resources": resources}]}
+    spec = {
+        "namespaceSelector": {},
+        "resourceGroups": [group],
+        "preemption": {"withinClusterQueue": "LowerPriority"},
+    }
+    return [
+        cluster_object("ResourceFlavor", FLAVOR, spec={}),
+        cluster_object("ClusterQueue", CLUSTER_QUEUE, spec=spec),
+        cluster_object("WorkloadPriorityClass", URGENT, value=1000, description=""),
+    ]
+
+
+@pytest.fixture(scope="module")
+def kueue(installation: Installation) -> Iterator[Installation]:
+    """KestRL with `kueue.enabled`, Kueue and its ClusterQueue."""
+    cluster = installation.cluster
+    with running_kueue(cluster):
+        cluster.apply(queues())
+        options = ("--reuse-values", "--set=kueue.enabled=true", "--wait", "--force-conflicts")
+        cluster.helm("upgrade", RELEASE, str(installation.chart), f"--namespace={SYSTEM}", *options)
+        try:
+            yield installation
+        finally:
+            installation.install()
+            for item in reversed(queues()):
+                cluster.delete(f"{item['kind']}.{GROUP}", item["metadata"]["name"])
+
+
+def queued(name: str, *, priority_class: str = "", **changes: object) -> Object:
+    """A small job in the queue."""
+    job = small(name, **changes)
+    labels = {f"{GROUP}/queue-name": QUEUE, f"{GROUP}/priority-class": priority_class}
+    job["metadata"]["labels"] = {key: label for key, label in labels.items() if label}
+    return job
+
+
+def pods(cluster: Cluster, job: str, namespace: str) -> list[Object]:
+    """The pods of a job whose programs have not ended."""
+    listed = cluster.list("pods", namespace, f"app.kubernetes.io/instance={job}")
+    return [pod for pod in listed if pod["status"].get("phase") not in {"Succeeded", "Failed"}]
+
+
+def workload(cluster: Cluster, job: str, namespace: str) -> Object:
+    return cluster.get(WORKLOAD, f"{job}-agentrljob", namespace)
+
+
+def reserves(status: str, reason: str, message: str = "") -> Callable[[Object], bool]:
+    """Whether a job's condition QuotaReserved is this one."""
+
+    def holds(job: Object) -> bool:
+        found = condition(job, "QuotaReserved")
+        return found[:2] == (status, reason) and message in found[2]
+
+    return holds
+
+
+@pytest.mark.timeout(2400)
+def test_kueue_admits_jobs_one_by_one_and_preempts_one_for_another_without_loss(kueue: Installation) -> None:
+    cluster = kueue.cluster
+    with kueue.place("queued") as namespace:
+        # Without its LocalQueue, a job waits for that.
+        cluster.apply(queued("first", schedule__maxSteps=1000), namespace)
+        kueue.wait("first", namespace, reserves("False", "Waiting", "LocalQueue gpus doesn't exist"), 120)
+        cluster.apply(cluster_object("LocalQueue", QUEUE, spec={"clusterQueue": CLUSTER_QUEUE}), namespace)
+        kueue.wait("first", namespace, reserves("True", "Admitted", f"by ClusterQueue {CLUSTER_QUEUE}"), 120)
+        kueue.wait_for_adapter("first", namespace, 1, 600)
+        assert len(pods(cluster, "first", namespace)) == PODS
+
+        cluster.apply(queued("second", schedule__maxSteps=2), namespace)
+        waiting = kueue.wait(
+            "second", namespace, reserves("False", "Waiting", "insufficient unused quota for pods"), 120
+        )
+        assert waiting["status"]["shown"]["phase"] == "Queued"
+        assert not pods(cluster, "second", namespace)
+
+        # One of higher priority preempts the one that runs, which drains.
+        cluster.apply(queued("third", priority_class=URGENT, schedule__maxSteps=2), namespace)
+        kueue.wait("first", namespace, reserves("False", "Draining", "Preempted"), 120)
+        since = time.monotonic()
+        kueue.wait("third", namespace, reserves("True", "Admitted"), RELEASED_SECONDS)
+        assert time.monotonic() - since < RELEASED_SECONDS
+        assert not pods(cluster, "first", namespace), "the quota is given back when the last pod is gone"
+        evicted = kueue.wait("first", namespace, reserves("False", "Waiting"), 60)
+        assert evicted["status"]["shown"]["phase"] == "Queued"
+        step = newest_adapter(kueue, "first")
+        done = kueue.wait("third", namespace, is_true("Succeeded"), 600)
+        assert summary(kueue, done)["steps"] == 2
+
+        # Its end lets the preempted one go on, which is older than the second.
+        kueue.wait("first", namespace, reserves("True", "Admitted"), 200)
+        kueue.wait_for_adapter("first", namespace, step + 1, 600)
+        assert trained_once(kueue, "first"), "no step was lost, and none was trained twice"
+        assert kueue.job("first", namespace)["status"].get("restarts", 0) == 0
+        assert not pods(cluster, "second", namespace)
+
+        # So does a suspension let the second run.
+        cluster.patch(JOB, "first", {"spec": {"suspend": True}}, namespace)
+        kueue.wait("second", namespace, reserves("True", "Admitted"), 200)
+        assert not pods(cluster, "first", namespace)
+        assert not cluster.exists(WORKLOAD, "first-agentrljob", namespace)
+        done = kueue.wait("second", namespace, is_true("Succeeded"), 600)
+        assert summary(kueue, done)["steps"] == 2
+        finished = lambda: condition(workload(cluster, "second", namespace), "Finished")[0] == "True"  # noqa: E731
+        eventually("its Workload is finished", finished, 120)
+        kueue.wait("first", namespace, is_true("Suspended"), 60)

@@ -12,7 +12,7 @@ from kestrl._shared.spec.job import JobSpec
 from kestrl_operator.render.job import labels, owner
 from kestrl_operator.render.pods import account
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.admission import GROUP, KIND, PRIORITY_KIND, REQUEST, VERSION, QuotaRequest
+from kestrl_operator.state.admission import GROUP, JOB_UID_LABEL, KIND, PRIORITY_KIND, REQUEST, VERSION, QuotaRequest
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.store import WORKLOADS
@@ -75,7 +75,7 @@ def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priori
     metadata = {
         "name": account(key.name),
         "namespace": key.namespace,
-        "labels": labels(key.name),
+        "labels": {**labels(key.name), JOB_UID_LABEL: uid},
         "annotations": {REQUEST: request.digest},
         "ownerReferences": [owner(kind, key.name, uid)],
     }

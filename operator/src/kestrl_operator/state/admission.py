@@ -15,6 +15,8 @@ Object = Mapping[str, Any]
 GROUP, VERSION = "kueue.x-k8s.io", "v1beta2"
 KIND, PRIORITY_KIND = "Workload", "WorkloadPriorityClass"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
+"""Label of a Workload with its job's uid, by which Kueue names the job in what it writes of a preemption."""
 REQUEST = "kestrl.dev/quota-request"
 """Annotation of a Workload: the digest of what it asks for."""
 ADMITTED, EVICTED, FINISHED, PODS_READY, QUOTA_RESERVED, REQUEUED = (

@@ -71,7 +71,7 @@ def _of_a_job_in_its_queue(snapshot: Snapshot, quota: Quota, admission: Workload
         return None if snapshot.present else QuotaStep.DELETE  # Kueue changes neither
     if quota.outdated:
         return QuotaStep.APPLY
-    if admission.has(EVICTED) and reserved:
+    if _is_taken_back(admission):
         return None if snapshot.present else QuotaStep.RELEASE
     if quota.request is not None and admission.priority_class != quota.request.priority_class and not reserved:
         return QuotaStep.APPLY
@@ -163,10 +163,17 @@ def _answer(snapshot: Snapshot, quota: Quota, decision: Decision, queue: str) ->
         return _false("Draining", _why_given_back(admission, queue))
     if not admission.active:
         return _false("Inactive", f"the job's Workload {admission.name} is deactivated: set its spec.active to true")
+    if _is_taken_back(admission):
+        return _false("Waiting", _why_given_back(admission, queue))
     if not quota.suffices:
         return _false("Waiting", f"queue {queue}: {admission.condition(QUOTA_RESERVED).get('message', '')}")
     message = f"by ClusterQueue {admission.cluster_queue}"
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason="Admitted", message=message)
+
+
+def _is_taken_back(admission: WorkloadAdmission) -> bool:
+    """Whether Kueue waits for the quota of an evicted job. The Workload still says that it is reserved."""
+    return admission.has(EVICTED) and admission.has(QUOTA_RESERVED)
 
 
 def _why_given_back(admission: WorkloadAdmission, queue: str) -> str:

@@ -51,6 +51,7 @@ def test_the_workload_is_the_jobs() -> None:
     body = workload_object("AgentRLJob", Key("team-a", "email-search"), "u-1", asked(), None)
     assert (body["apiVersion"], body["kind"]) == ("kueue.x-k8s.io/v1beta2", "Workload")
     assert body["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+    assert body["metadata"]["labels"]["kueue.x-k8s.io/job-uid"] == "u-1"
     assert "priority" not in body["spec"]
 
 

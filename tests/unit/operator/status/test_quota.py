@@ -81,7 +81,7 @@ TABLE: list[tuple[str, dict[str, Any], Stage, QuotaStep | None, tuple[str, str, 
         {**asked(PREEMPTED), **GONE},
         Stage.QUEUED,
         QuotaStep.RELEASE,
-        ("False", "Waiting", ""),
+        ("False", "Waiting", "takes the quota back: Preempted: for m"),
     ),
     (
         "it has given the quota back",

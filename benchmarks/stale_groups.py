@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
 from statistics import fmean
@@ -85,9 +85,9 @@ class Workload:
         mean, turns = self.turns * factor, 1
         while chance.random() > 1 / mean and turns < 8 * mean:
             turns += 1
-        return tuple(self._turn(chance) for _ in range(turns))
+        return tuple(self.turn(chance) for _ in range(turns))
 
-    def _turn(self, chance: random.Random) -> Turn:
+    def turn(self, chance: random.Random) -> Turn:
         seconds = chance.expovariate(1 / self.tool) * (10 if chance.random() < 0.05 else 1)
         return Turn(max(1, round(self.sampled * chance.lognormvariate(0, self.spread))), 400, seconds)
 
@@ -104,6 +104,8 @@ class Running:
     """An episode under way."""
 
     group: int
+    place: int
+    """Among the episodes of its group."""
     turns: Episode
     turn: int = 0
     version: int = -1
@@ -114,6 +116,7 @@ class Running:
 class GroupRun:
     """An attempt of a scenario."""
 
+    number: int
     position: int
     begun: int
     """The version it began with."""
@@ -189,7 +192,7 @@ class Simulation:
         self, workload: Workload, staleness: int, slots: int, mode: Mode, *, seed: int, prefill: float, bound: int
     ) -> None:
         chance = random.Random(seed)
-        self.scenarios = [workload.group(chance) for _ in range(STEPS * GROUPS)]
+        self.scenarios = self._scenarios(workload, chance)
         lengths = sorted(self._tokens(position) for position in range(len(self.scenarios)))
         self.long_from = lengths[len(lengths) * 9 // 10]
         self.workload, self.staleness, self.mode, self.prefill = workload, staleness, mode, prefill
@@ -205,6 +208,10 @@ class Simulation:
         self.numbers = count()
         self.outcome = Outcome()
 
+    def _scenarios(self, workload: Workload, chance: random.Random) -> list[tuple[Episode, ...]]:
+        """The episodes of each scenario."""
+        return [workload.group(chance) for _ in range(STEPS * GROUPS)]
+
     def _tokens(self, position: int) -> int:
         return sum(turn.sampled for episode in self.scenarios[position] for turn in episode)
 
@@ -216,14 +223,19 @@ class Simulation:
             consumed=self.consumed,
             outstanding=len(self.running) + len(self.ready),
         )
-        for _ in range(min(may, len(self.pending))):
-            position, group = heapq.heappop(self.pending), next(self.numbers)
-            scenario = self.scenarios[position]
-            self.running[group] = GroupRun(position, self.version, len(scenario))
-            for turns in scenario:
+        positions = [heapq.heappop(self.pending) for _ in range(min(may, len(self.pending)))]
+        groups = [GroupRun(next(self.numbers), position, self.version, 0) for position in positions]
+        for group, episodes in zip(groups, self._played(groups), strict=True):
+            self.running[group.number] = group
+            group.left = len(episodes)
+            for place, turns in enumerate(episodes):
                 number = next(self.numbers)
-                self.episodes[number] = Running(group, turns)
+                self.episodes[number] = Running(group.number, place, turns)
                 self._sample(number)
+
+    def _played(self, groups: Sequence[GroupRun]) -> list[tuple[Episode, ...]]:
+        """The episodes of groups that begin."""
+        return [self.scenarios[group.position] for group in groups]
 
     def _sample(self, number: int) -> None:
         """Begins an episode's next turn."""
@@ -320,9 +332,13 @@ class Simulation:
         for number in gone:
             self._give_up(self.running.pop(number))
 
+    def _goes_on(self) -> bool:
+        return self.version < STEPS
+
     def run(self) -> Outcome:
+        """Runs it to its end."""
         self._start()
-        while self.version < STEPS:
+        while self._goes_on():
             at_engine = self.now + self.engines.next_end()
             if self.events and self.events[0][0] <= at_engine:
                 then, number = heapq.heappop(self.events)

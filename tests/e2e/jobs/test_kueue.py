@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.e2e.cluster.client import Cluster, Object
-from tests.e2e.cluster.commands import eventually
+from tests.e2e.cluster.commands import CommandFailed, eventually
 from tests.e2e.installation import (
     JOB,
     RELEASE,
@@ -54,12 +54,23 @@ def queues() -> list[Object]:
     ]
 
 
+def take_queues(cluster: Cluster) -> bool:
+    """Whether the cluster took the queues: a service's routes come a moment after its pod is ready."""
+    try:
+        cluster.apply(queues())
+    except CommandFailed as error:
+        if "failed calling webhook" not in error.complaint:
+            raise
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def kueue(installation: Installation) -> Iterator[Installation]:
     """KestRL with `kueue.enabled`, Kueue and its ClusterQueue."""
     cluster = installation.cluster
     with running_kueue(cluster):
-        cluster.apply(queues())
+        eventually("Kueue's webhooks are reached", lambda: take_queues(cluster), 60)
         options = ("--reuse-values", "--set=kueue.enabled=true", "--wait", "--force-conflicts")
         cluster.helm("upgrade", RELEASE, str(installation.chart), f"--namespace={SYSTEM}", *options)
         try:
@@ -119,7 +130,8 @@ def test_kueue_admits_jobs_one_by_one_and_preempts_one_for_another_without_loss(
 
         # One of higher priority preempts the one that runs, which drains.
         cluster.apply(queued("third", priority_class=URGENT, schedule__maxSteps=2), namespace)
-        kueue.wait("first", namespace, reserves("False", "Draining", "Preempted"), 120)
+        third = kueue.job("third", namespace)["metadata"]["uid"]
+        kueue.wait("first", namespace, reserves("False", "Draining", f"JobUID: {third}"), 120)
         since = time.monotonic()
         kueue.wait("third", namespace, reserves("True", "Admitted"), RELEASED_SECONDS)
         assert time.monotonic() - since < RELEASED_SECONDS

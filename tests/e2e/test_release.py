@@ -72,6 +72,7 @@ def test_jobs_survive_an_uninstall_until_the_next_install(installation: Installa
         try:
             assert left(cluster) == {
                 f"customresourcedefinition.apiextensions.k8s.io/{JOB}",
+                "customresourcedefinition.apiextensions.k8s.io/sftjobs.kestrl.dev",
                 f"secret/{RELEASE}-operator-key",
             }
             eventually("the operator's pods are gone", lambda: not installation.operators(), 60)

@@ -103,8 +103,8 @@ def reserves(status: str, reason: str, message: str = "") -> Callable[[Object], 
     """Whether a job's condition QuotaReserved is this one."""
 
     def holds(job: Object) -> bool:
-        found = condition(job, "QuotaReserved")
-        return found[:2] == (status, reason) and message in found[2]
+        quota = condition(job, "QuotaReserved")
+        return quota[:2] == (status, reason) and message in quota[2]
 
     return holds
 

@@ -36,10 +36,10 @@ def test_the_benchmark_runs_to_its_end_and_repeats_no_run(tmp_path: Path) -> Non
     assert {line["mode"] for line in lines} == {"release", "wait", "continue"}
     assert all(line["steps"] and line["trained_tokens"] and len(line["points"]) == 3 for line in lines)
     assert [line["given_up"] for line in lines if line["mode"] == "wait"] == [0.0]
-    again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout == ""
-    assert "agent, 1, continue" in again.stderr, "the table of the lines that are there"
+    repetition = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert repetition.returncode == 0, repetition.stderr
+    assert repetition.stdout == ""
+    assert "agent, 1, continue" in repetition.stderr, "the table of the lines that are there"
 
 
 def test_a_reward_is_the_share_of_keys_that_the_first_handle_finds() -> None:

@@ -90,8 +90,11 @@ def reap(main: int) -> int | None:
 
 def watch(owner: int, main: int, wake: int, grace: float, sigterm_times: list[float]) -> int:
     """Waits until the command or the owner has ended, or the grace period after SIGTERM is over."""
+    poll = select.poll()  # select() takes no descriptor above 1,023: an owner with many has its pipe there
+    for descriptor in (owner, wake):
+        poll.register(descriptor, select.POLLIN)
     while True:
-        ready, _, _ = select.select([owner, wake], [], [], POLL_SECONDS)
+        ready = {descriptor for descriptor, _ in poll.poll(POLL_SECONDS * 1000)}
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 4096)

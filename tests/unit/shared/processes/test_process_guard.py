@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -40,8 +42,11 @@ class Guarded:
                 return True
 
 
-def start(code: str, grace: float = 5.0) -> Guarded:
-    read_end, guard_pipe = os.pipe()
+def start(code: str, grace: float = 5.0, lowest: int = 0) -> Guarded:
+    """A guard whose pipe has a descriptor of at least `lowest`."""
+    low_end, guard_pipe = os.pipe()
+    read_end = fcntl.fcntl(low_end, fcntl.F_DUPFD_CLOEXEC, lowest)
+    os.close(low_end)
     alive, output = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", process_guard.__file__, str(read_end), str(grace), sys.executable, "-c", code],
@@ -74,6 +79,17 @@ def test_the_grandchild_does_not_outlive_a_command_that_ends(family: Guarded) ->
     assert family.gone()
     assert family.process.wait(20) == 128 + signal.SIGTERM
     os.close(family.guard_pipe)
+
+
+def test_an_owner_may_have_thousands_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        guarded = start("import time; time.sleep(600)", lowest=2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    os.close(guarded.guard_pipe)
+    assert guarded.process.wait(20) == 128 + signal.SIGKILL
 
 
 def test_the_exit_status_is_the_commands() -> None:

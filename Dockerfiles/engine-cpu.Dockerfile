@@ -25,6 +25,8 @@ LABEL org.opencontainers.image.title="kestrl-engine-cpu" \
       org.opencontainers.image.licenses="Apache-2.0"
 # vLLM's kernels are linked to it.
 RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
+# Process 1: it reaps orphans and passes signals on. A base of one's own may have it.
+RUN command -v catatonit || (apt-get update && apt-get install --yes --no-install-recommends catatonit && rm -rf /var/lib/apt/lists/*)
 # Some libraries ask for the user's name, so the user that pods run as has one.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
 COPY --from=build /opt/engine /opt/engine
@@ -37,4 +39,4 @@ RUN info=/opt/kestrl/kestrl_inference-0.dist-info && mkdir "$info" \
  && printf '[sglang.srt.plugins]\nkestrl = kestrl_inference.inside.sglang_plugin:register\n' >>"$info/entry_points.txt"
 ENV PATH=/opt/engine/bin:$PATH PYTHONPATH=/opt/kestrl PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "kestrl_inference.inside.launcher"]
+ENTRYPOINT ["catatonit", "--", "python", "-m", "kestrl_inference.inside.launcher"]

@@ -10,6 +10,8 @@ LABEL org.opencontainers.image.title="kestrl-engine-npu" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 USER 0
+# Process 1: it reaps orphans and passes signals on. A base of one's own may have it.
+RUN command -v catatonit || (apt-get update && apt-get install --yes --no-install-recommends catatonit && rm -rf /var/lib/apt/lists/*)
 # Some libraries ask for the user's name, so the user that pods run as has one. Pods start `python`, which not every base has.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl \
  && (command -v python || ln -s "$(command -v python3)" /usr/local/bin/python)
@@ -22,4 +24,4 @@ RUN info=/opt/kestrl/kestrl_inference-0.dist-info && mkdir "$info" \
  && printf '[sglang.srt.plugins]\nkestrl = kestrl_inference.inside.sglang_plugin:register\n' >>"$info/entry_points.txt"
 ENV PYTHONPATH=/opt/kestrl${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "kestrl_inference.inside.launcher"]
+ENTRYPOINT ["catatonit", "--", "python", "-m", "kestrl_inference.inside.launcher"]

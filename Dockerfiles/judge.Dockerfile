@@ -11,8 +11,8 @@ WORKDIR /src
 # First what others wrote: this layer stays when only our code changes.
 COPY pyproject.toml uv.lock ./
 RUN /uv/bin/uv sync --frozen --no-default-groups --no-install-workspace --package kestrl-judge --package kestrl-email
-COPY . .
-RUN /uv/bin/uv sync --frozen --no-default-groups --no-editable --package kestrl-judge --package kestrl-email
+COPY wheels /wheels
+RUN /uv/bin/uv pip install --python /opt/kestrl --no-index --find-links /wheels kestrl-judge kestrl-email
 
 FROM ${BASE}
 ARG VERSION=unknown
@@ -20,9 +20,11 @@ LABEL org.opencontainers.image.title="kestrl-judge" \
       org.opencontainers.image.description="KestRL's judge" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
+# Process 1: it reaps orphans and passes signals on. A base of one's own may have it.
+RUN command -v catatonit || (apt-get update && apt-get install --yes --no-install-recommends catatonit && rm -rf /var/lib/apt/lists/*)
 # Some libraries ask for the user's name, so the user that pods run as has one.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
 COPY --from=build /opt/kestrl /opt/kestrl
 ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "kestrl_judge"]
+ENTRYPOINT ["catatonit", "--", "python", "-m", "kestrl_judge"]

@@ -21,8 +21,8 @@ RUN export="/uv/bin/uv export --frozen --no-default-groups --no-emit-workspace -
 # torch_npu is made for one version of torch: another torch in the lock asks for another torch_npu here.
 ARG TORCH_NPU=2.13.0
 RUN /uv/bin/uv pip install --constraints /lock.txt torch-npu==${TORCH_NPU}
-COPY . .
-RUN /uv/bin/uv pip install --no-deps . ./services/learner ./examples/demo-models ./examples/email-search
+COPY wheels /wheels
+RUN /uv/bin/uv pip install --no-index --find-links /wheels 'kestrl-learner[postgres]' kestrl-email
 
 FROM ${BASE}
 ARG VERSION=unknown
@@ -30,9 +30,11 @@ LABEL org.opencontainers.image.title="kestrl-learner-npu" \
       org.opencontainers.image.description="KestRL's learner, for Ascend NPUs" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
+# Process 1: it reaps orphans and passes signals on. A base of one's own may have it.
+RUN command -v catatonit || (apt-get update && apt-get install --yes --no-install-recommends catatonit && rm -rf /var/lib/apt/lists/*)
 # Some libraries ask for the user's name, so the user that pods run as has one.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
 COPY --from=build /opt/kestrl /opt/kestrl
 ENV PATH=/opt/kestrl/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GOMP_SPINCOUNT=2000
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "kestrl_learner"]
+ENTRYPOINT ["catatonit", "--", "python", "-m", "kestrl_learner"]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -237,7 +238,10 @@ def full_values(cluster: Cluster, store: S3Server) -> Object:
 
 
 def packaged_chart(cluster: Cluster, folder: Path) -> Path:
-    """The chart's archive, packaged as `make release` does."""
+    """The chart's archive: that of the release whose wheels are in the cluster's images, and without such images
+    packaged as `make release` does."""
+    if cluster.release is not None:
+        return cluster.release / f"kestrl-{version('kestrl')}.tgz"
     out = folder / f"chart-{uuid4().hex[:6]}"
     run(
         sys.executable,

@@ -100,6 +100,7 @@ def facade(node: Node) -> Cluster:
         cache=state.layout.folder / "cache",
         own=node,
         built=built,
+        release=Path(archive).parent / "release" if archive and built else None,
     )
 
 

@@ -52,6 +52,8 @@ class Cluster:
     """The node, if the harness brought it up."""
     built: frozenset[str] = frozenset()
     """Names of the images of `Dockerfiles/` that its nodes have."""
+    release: Path | None = None
+    """Folder of the release of which these images have the wheels."""
 
     def image_of(self, name: str) -> str:
         """A component's own image if the nodes have it, otherwise the one in which all can run."""

@@ -1,9 +1,9 @@
 """Images from this machine's own files: no registry, no base image, no daemon.
 
 `pause` is Debian's static catatonit. `kestrl` has this interpreter, the shared libraries that it and wheels from PyPI
-link to, a static busybox and the certificate authorities. The virtual environment is not part of it: pods have it
-mounted at its path on the host, first on their PATH, so that `python` in a pod is the environment's. `engine` is the
-same with the engine's environment, and has what runs beside an engine.
+link to, a static busybox, catatonit and the certificate authorities. The virtual environment is not part of it: pods
+have it mounted at its path on the host, first on their PATH, so that `python` in a pod is the environment's. `engine`
+is the same with the engine's environment, and has what runs beside an engine.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def _system() -> Layer:
     _add_python(layer)
     busybox = _program("busybox")
     layer.add(busybox, "bin/busybox")
+    layer.add(_program("catatonit"), "usr/bin/catatonit")  # process 1 of a job's containers
     layer.links |= {f"bin/{name}": "/bin/busybox" for name in run(busybox, "--list").split() if name != "busybox"}
     layer.add(Path("/etc/ssl/certs/ca-certificates.crt"), "etc/ssl/certs/ca-certificates.crt")
     return layer

@@ -13,9 +13,10 @@ from kestrl._shared.plan.settings.tools import ToolsSettings
 from kestrl._shared.prepare import PrepareSettings
 from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
 from kestrl.storage.credentials import FOLDER_VARIABLE
+from kestrl_operator.render.commands import command
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import HostMount, Profile
-from kestrl_operator.state.cluster import HOME, PACKAGES, PREPARE, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK, Cluster
 
 Object = dict[str, Any]
 USER = 10001
@@ -92,7 +93,7 @@ def container(
         "name": str(program(component.role)),
         "image": image,
         "imagePullPolicy": cluster.images.pull_policy,
-        "command": [*profile.entrypoint, *_command(component)],
+        "command": command(component, profile),
         "args": [*_settings_flag(component), *component.args],
         "env": environment(job, component, profile),
         "ports": ports,
@@ -107,13 +108,6 @@ def container(
         spec = with_user_secrets(spec)
     devices = profile.requests(component.device.count)
     return {**spec, "resources": resources_of(program(component.role).value, cluster, devices)}
-
-
-def _command(component: Component) -> list[str]:
-    """What a container runs. A user's image has no package of ours; it finds them in a volume."""
-    if component.role is Role.AGENT:
-        return ["python3", f"{PACKAGES}/{component.module.replace('.', '/')}.py"]
-    return [component.python or "python", "-m", component.module]
 
 
 def _settings_flag(component: Component) -> list[str]:

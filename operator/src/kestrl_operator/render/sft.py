@@ -13,6 +13,7 @@ from kestrl._shared.prepare import DataSource, PrepareSettings
 from kestrl._shared.spec.inference import Accelerator
 from kestrl._shared.spec.sft import SFT_KIND, Conversations, SFTJob
 from kestrl.errors import UserInputError
+from kestrl_operator.render.commands import under_init
 from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
@@ -234,7 +235,7 @@ def _container(inputs: SFTGiven, image: str, profile: Profile, claims: list[str]
         "name": CONTAINER,
         "image": image,
         "imagePullPolicy": inputs.cluster.images.pull_policy,
-        "command": [*profile.entrypoint, "python", "-m", "kestrl_learner.sft"],
+        "command": under_init(profile, "python", "-m", "kestrl_learner.sft"),
         "args": ["--settings", f"{SETTINGS}/sft.json", "--result", RESULT],
         "env": [*({"name": name, "value": value} for name, value in plain.items()), *profile.environment()],
         "securityContext": container_security(profile),

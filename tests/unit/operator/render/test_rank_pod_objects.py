@@ -77,7 +77,7 @@ def test_a_pod_of_ranks_is_made_like_the_learners() -> None:
     same = ("name", "image", "resources", "securityContext")
     assert {key: one[key] for key in same} == {key: other[key] for key in same}
     assert one["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert one["command"] == ["python", "-m", "kestrl_learner.rank_pod"]
+    assert one["command"] == ["catatonit", "--", "python", "-m", "kestrl_learner.rank_pod"]
     assert one["args"] == ["--settings", "/kestrl/settings/ranks.json"]
     assert {item["name"]: item["containerPort"] for item in other["ports"]}["ranks"] == RANKS_PORT
     index = next(item for item in one["env"] if item["name"] == "KESTRL_INDEX")

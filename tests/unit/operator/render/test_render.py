@@ -17,6 +17,7 @@ from kestrl._shared.prepare import PrepareSettings
 from kestrl.errors import UserInputError
 from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render import render
+from kestrl_operator.render.commands import INIT
 from kestrl_operator.render.job import preparation
 from kestrl_operator.render.pods import STORAGE_SECRET
 from kestrl_operator.render.resources import DEFAULTS
@@ -596,7 +597,7 @@ def test_a_profile_of_the_chart_is_rendered_like_a_built_in_one() -> None:
     objects = rendered("inference.accelerator={profile: mig, count: 3}", values=values)
     engine = containers(pod(objects, "inference"))["engine"]
     assert engine["resources"]["limits"] == {"nvidia.com/mig-1g.10gb": "3"}
-    assert engine["command"] == ["python", "-m", "kestrl_inference.inside.launcher"]
+    assert engine["command"] == [*INIT, "python", "-m", "kestrl_inference.inside.launcher"]
     template = workloads(objects)["email-search-inference"]["spec"]["template"]
     assert template["metadata"]["labels"]["pool"] == "mig"
 
@@ -605,7 +606,7 @@ def test_a_job_with_sglang_gets_its_image_its_launcher_and_its_routes() -> None:
     objects = rendered(*NVIDIA, "inference.engine=sglang", "inference.version='0.5'")
     engine = containers(pod(objects, "inference"))["engine"]
     assert engine["image"] == "r/sglang-cuda:1"
-    assert engine["command"] == ["python", "-m", "kestrl_inference.inside.sglang_launcher"]
+    assert engine["command"] == [*INIT, "python", "-m", "kestrl_inference.inside.sglang_launcher"]
     assert engine["args"][:4] == ["--guard", "--version", "0.5", "--"]
     assert engine["args"][engine["args"].index("--tp-size") + 1] == "2"
     environment = {item["name"]: item.get("value") for item in engine["env"]}
@@ -615,6 +616,6 @@ def test_a_job_with_sglang_gets_its_image_its_launcher_and_its_routes() -> None:
 def test_an_engine_is_started_by_the_interpreter_of_its_image() -> None:
     named = rendered("inference.python=/opt/vllm/bin/python", "inference.version='0.30'")
     engine = containers(pod(named, "inference"))["engine"]
-    assert engine["command"] == ["/opt/vllm/bin/python", "-m", "kestrl_inference.inside.launcher"]
+    assert engine["command"] == [*INIT, "/opt/vllm/bin/python", "-m", "kestrl_inference.inside.launcher"]
     assert engine["args"][engine["args"].index("--version") + 1] == "0.30"
     assert "PYTHONPATH" not in {item["name"] for item in engine["env"]}

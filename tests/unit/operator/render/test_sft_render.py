@@ -32,7 +32,7 @@ def test_a_job_becomes_one_pod_that_trains_and_reports() -> None:
     pod = pod_of(objects)
     (container,), (prepare,) = pod["containers"], pod["initContainers"]
     assert container["image"] == prepare["image"] == "r/learner-cpu:1"
-    assert container["command"] == ["python", "-m", "kestrl_learner.sft"]
+    assert container["command"] == ["catatonit", "--", "python", "-m", "kestrl_learner.sft"]
     assert container["args"][-1] == container["terminationMessagePath"], "the result is the pod's last message"
     assert prepare["envFrom"] == [{"secretRef": {"name": "bucket-key"}}]
     assert "envFrom" not in container

@@ -30,7 +30,7 @@ def test_it_sends_the_run_with_the_secret_of_the_server_and_no_credential_of_the
     objects = rendered(TRACKED, store="s3")
     (container,) = pods(objects)["containers"]
     assert (container["name"], container["image"]) == ("mlflow", "r/rollout:1")
-    assert container["command"] == ["python", "-m", "kestrl._app.push.pod"]
+    assert container["command"] == ["catatonit", "--", "python", "-m", "kestrl._app.push.pod"]
     assert container["args"] == ["--settings", "/kestrl/settings/mlflow.json"]
     assert container["envFrom"] == [{"secretRef": {"name": "tracking"}}]
     assert {item["name"] for item in container["env"]} == {

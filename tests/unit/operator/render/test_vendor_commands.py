@@ -133,7 +133,7 @@ def test_an_engine_has_what_vllm_ascend_gives_its_container(profile: str, count:
     assert None not in host_paths(pod, engine).values(), "an absent driver would be an empty folder"
     agent = pod["containers"][1]
     assert host_paths(pod, agent) == {}
-    assert agent["command"][0] == "python"
+    assert agent["command"][:3] == ["catatonit", "--", "python"]
 
 
 @pytest.mark.parametrize("role", ["learner", "ranks"])
@@ -149,10 +149,11 @@ def test_engine_and_learner_have_the_variables_of_canns_entry_point() -> None:
     """A pod's command replaces an image's entry point: the same scripts are read before the program starts."""
     objects = rendered("inference.accelerator={profile: ascend}", "learner.accelerator={profile: ascend}")
     for role, module in (("inference", "kestrl_inference.inside.launcher"), ("learner", "kestrl_learner")):
-        shell, flag, script, name, *command = pod_of(objects, role)["containers"][0]["command"]
+        *init, shell, flag, script, name, python, option, program = pod_of(objects, role)["containers"][0]["command"]
+        assert init == ["catatonit", "--"]
         assert (shell, flag, name) == ("/bin/bash", "-c", "cann")
         assert all(path in script for path in SCRIPTS)
-        assert command == ["python", "-m", module]
+        assert [python, option, program] == ["python", "-m", module]
 
 
 def test_canns_scripts_are_read_and_the_program_is_executed_with_its_arguments(tmp_path: Path) -> None:

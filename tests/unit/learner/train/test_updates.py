@@ -22,7 +22,6 @@ from torch import nn
 from kestrl._shared.plan.algorithm import CorrectionSettings
 from kestrl.algorithms import ScoredEpisode
 from kestrl_learner.batch.rows import TrainGroup, TrainRow
-from kestrl_learner.model import head as head_module
 from kestrl_learner.model.head import token_logprobs
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.train import trainer as trainer_module
@@ -216,9 +215,7 @@ def test_chunked_logprobs_equal_those_of_the_full_logits(kind: str, dtype: torch
     hidden = torch.randn(count, 6, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, 11, (count,))
     entropies: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(head_module, "LOGITS_AT_ONCE", 22)  # two tokens at a time
-        found = token_logprobs(head, hidden, targets, 0.7, entropies)
+    found = token_logprobs(head, hidden, targets, 0.7, entropies, at_once=22)  # two tokens at a time
     slow = hidden.detach().clone().requires_grad_()
     logits = head(slow)
     every = torch.log_softmax(logits.to(torch.promote_types(dtype, torch.float32)) / 0.7, -1)

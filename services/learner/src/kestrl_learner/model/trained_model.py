@@ -30,7 +30,7 @@ from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
 from kestrl_learner.model.checkpointing import checkpoint_layers
-from kestrl_learner.model.head import token_logprobs
+from kestrl_learner.model.head import logits_at_once, token_logprobs
 from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.ranks.sharding import shard_layers
 
@@ -328,7 +328,8 @@ class TrainedModel(ABC):
         self, hidden: Tensor, targets: Tensor, temperature: float, entropies: list[Tensor] | None
     ) -> Tensor:
         """Log-probabilities of tokens (N,) from the hidden states before them, (N, hidden)."""
-        return token_logprobs(self._head, hidden, targets, temperature, entropies)
+        at_once = logits_at_once(self._device_type)
+        return token_logprobs(self._head, hidden, targets, temperature, entropies, at_once=at_once)
 
     def _saving(self) -> AbstractContextManager[object]:
         """Decides where tensors are kept that a forward pass saves for its backward pass."""

@@ -120,6 +120,8 @@ class LearnerRun:
         finally:
             if self._events is not None:
                 await self._events.flush()
+            if self._training is not None:
+                self._training.close()
             self.abandon()
             self._over = True
             await asyncio.to_thread(self._end_ranks)

@@ -85,7 +85,7 @@ def _stored(ready: ReadyGroup, tokens: Mapping[int, TrainedTokens]) -> StoredGro
 
 
 class TrainingRun:
-    """The training of one run. Create it in the running event loop and call `run` once."""
+    """The training of one run. Create it in the running event loop, call `run` once and `close` at the end."""
 
     def __init__(self, resources: RunResources, compute: Compute, make_source: MakeSource) -> None:
         self._resources, self._settings, self._model = resources, resources.settings, compute.model
@@ -97,8 +97,7 @@ class TrainingRun:
             epochs=self._settings.epochs,
             run=self._settings.run,
         )
-        # Not a method of this object: that reference cycle would keep the model in memory until the next garbage
-        # collection.
+        # Not a method of this object: that cycle would keep the model in memory until the next garbage collection.
         resources.store.fence.follow(partial(refuse_if_superseded, self._ledger))
         self._source = make_source(self._ledger, self._trainer.algorithm)
         self._pace: list[float] = []
@@ -136,8 +135,10 @@ class TrainingRun:
         except Exception as cause:  # whatever ends a run, its steps are checkpointed
             await self._checkpoint_on_failure(cause)
             raise
-        finally:
-            self._ledger.close()
+
+    def close(self) -> None:
+        """Closes the ledger, after the last write: the store asks it who owns the run."""
+        self._ledger.close()
 
     def _resume(self) -> int:
         """Resumes from the newest checkpoint; returns the number of steps done."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import ssl
-import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,6 +14,7 @@ import yaml
 
 from .cluster.client import Cluster, Object
 from .cluster.commands import eventually
+from .cluster.host_server import HostServer, Request, Response
 from .installation import JOB, ROOT, Installation, condition, small
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -48,60 +47,44 @@ def autoscaler(kind: str, target: str, least: int, most: int) -> Object:
     }
 
 
-class Metrics(http.server.ThreadingHTTPServer):
-    """A metrics adapter with one external metric."""
+class MetricsAdapter:
+    """The external metrics API, with one metric."""
 
     waiting = 0
     """Waiting requests of the job's engines."""
 
-
-class Adapter(http.server.BaseHTTPRequestHandler):
-    """The external metrics API."""
-
-    server: Metrics
-
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
+    def answer(self, request: Request) -> Response:
+        address = urlsplit(request.path)
         known = f"/apis/{GROUP}/{VERSION}"
         if address.path == known:
-            self._answer(200, {"kind": "APIResourceList", "groupVersion": f"{GROUP}/{VERSION}", "resources": []})
-            return
+            kinds = {"kind": "APIResourceList", "groupVersion": f"{GROUP}/{VERSION}", "resources": []}
+            return json_response(200, kinds)
         named = re.fullmatch(rf"{known}/namespaces/[^/]+/{METRIC}", address.path)
         if named is None or parse_qs(address.query).get("labelSelector") != [WAITING]:
-            self._answer(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404})
-            return
+            return json_response(404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404})
         metric = {
             "metricName": METRIC,
             "metricLabels": {},
             "timestamp": "2026-01-01T00:00:00Z",
-            "value": str(self.server.waiting),
+            "value": str(self.waiting),
         }
         content = {"kind": "ExternalMetricValueList", "apiVersion": f"{GROUP}/{VERSION}", "metadata": {}}
-        self._answer(200, {**content, "items": [metric]})
+        return json_response(200, {**content, "items": [metric]})
 
-    def _answer(self, status: int, content: Object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
-        pass
+def json_response(status: int, content: Object) -> Response:
+    return Response(status, json.dumps(content).encode())
 
 
 @pytest.fixture
-def metrics(pod_routes: Cluster) -> Iterator[Metrics]:
+def metrics(pod_routes: Cluster) -> Iterator[MetricsAdapter]:
     """A metrics adapter beside the cluster, which its API server has as that of external metrics."""
     cluster, name = pod_routes, f"{VERSION}.{GROUP}"
     keys = cluster.node.layout.certificates
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "kubelet-server.crt", keys / "kubelet-server.key")
-    with Metrics((cluster.host_address, 0), Adapter) as serving, cluster.namespace(ADAPTER) as namespace:
-        serving.socket = context.wrap_socket(serving.socket, server_side=True)
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
+    adapter = MetricsAdapter()
+    with HostServer(cluster, adapter.answer, tls=context) as serving, cluster.namespace(ADAPTER) as namespace:
         service = {"name": ADAPTER, "namespace": namespace}
         registration = {
             "group": GROUP,
@@ -124,11 +107,9 @@ def metrics(pod_routes: Cluster) -> Iterator[Metrics]:
                     },
                 ]
             )
-            yield serving
+            yield adapter
         finally:
             cluster.delete("apiservice", name)  # namespaces are not deleted while an API of them does not answer
-            serving.shutdown()
-            thread.join()
 
 
 @pytest.mark.share
@@ -167,7 +148,7 @@ def test_an_autoscaler_scales_a_jobs_workers_and_the_operator_lets_it(installati
 
 @pytest.mark.share(4)
 def test_an_autoscaler_moves_a_jobs_engines_by_their_queue_within_the_range(
-    installation: Installation, metrics: Metrics
+    installation: Installation, metrics: MetricsAdapter
 ) -> None:
     """One engine for 16 waiting requests, as documented. Beyond the range the operator sets the range's most."""
     cluster, engines = installation.cluster, f"{NAME}-inference"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from .cluster.choice import usable_kit
 from .cluster.client import Cluster, has_condition
 from .cluster.commands import CommandFailed, eventually
 from .cluster.devices import NVIDIA
+from .cluster.host_server import HostServer, Response
 from .cluster.images import USER
 from .cluster.kit import build_kit, find_kit
 from .cluster.layout import NODE_NAME, RUNS, free_net, networks
@@ -107,20 +107,8 @@ def server(cluster: Cluster, namespace: str) -> str:
 def on_host(pod_routes: Cluster) -> Iterator[str]:
     """The address of an HTTP server in this process."""
 
-    class Greeting(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
-            pass
-
-    with http.server.ThreadingHTTPServer((pod_routes.host_address, 0), Greeting) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
+    with HostServer(pod_routes, lambda _: Response()) as serving:
         yield f"http://{pod_routes.host_address}:{serving.server_port}/"
-        serving.shutdown()
-        thread.join()
 
 
 def test_the_kit_is_found_where_its_builder_puts_it() -> None:

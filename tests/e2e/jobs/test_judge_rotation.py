@@ -4,7 +4,6 @@ Secret has the new one, sends spans with the collector's new one, and loses noth
 from __future__ import annotations
 
 import asyncio
-import http.server
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pytest
 from tests.e2e import judge_model
 from tests.e2e.cluster.client import Cluster, Object
 from tests.e2e.cluster.commands import eventually
+from tests.e2e.cluster.host_server import HostServer, Response
 from tests.e2e.installation import COLLECTOR_PORT, Installation, condition, is_true, small, summary
 from tests.fakes.judge_model import Asked, Refusal, Said, ScriptedJudge, graded
 
@@ -61,40 +61,12 @@ def model(pod_routes: Cluster) -> Iterator[JudgeModel]:
         loop.close()
 
 
-class Collector(http.server.ThreadingHTTPServer):
-    """A telemetry collector beside the cluster."""
-
-    key = "the-first-key"
-    accepted = 0
-    """Requests with the key."""
-
-
-class Export(http.server.BaseHTTPRequestHandler):
-    """An export by OTLP over HTTP."""
-
-    server: Collector
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        authorized = self.headers.get("Authorization") == f"Bearer {self.server.key}"
-        self.server.accepted += authorized
-        self.send_response(200 if authorized else 401)
-        self.send_header("Content-Type", "application/x-protobuf")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
-        pass
-
-
 @pytest.fixture
-def collector(pod_routes: Cluster) -> Iterator[Collector]:
-    with Collector((pod_routes.host_address, COLLECTOR_PORT), Export) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
+def collector(pod_routes: Cluster) -> Iterator[HostServer]:
+    """A telemetry collector, which takes exports by OTLP over HTTP."""
+    received = Response(content_type="application/x-protobuf")
+    with HostServer(pod_routes, lambda _: received, port=COLLECTOR_PORT, key="the-first-key") as serving:
         yield serving
-        serving.shutdown()
-        thread.join()
 
 
 def secret(name: str, entry: str, text: str) -> Object:
@@ -120,7 +92,7 @@ def with_headers() -> Object:
 @pytest.mark.share(4)
 @pytest.mark.timeout(2400)
 def test_rotated_keys_of_a_judge_and_a_collector_cost_a_running_job_nothing_but_time(
-    installation: Installation, model: JudgeModel, collector: Collector
+    installation: Installation, model: JudgeModel, collector: HostServer
 ) -> None:
     cluster = installation.cluster
     ruler = {"baseUrl": model.url, "model": "judge", "secretRef": {"name": SECRET}}

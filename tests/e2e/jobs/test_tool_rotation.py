@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import obstore
 import pytest
 from tests.e2e.cluster.client import Cluster, Object
+from tests.e2e.cluster.host_server import HostServer, Response
 from tests.e2e.installation import BUCKET, Installation, condition, is_true, small, summary
 
 from kestrl_email.world import SYSTEM_PROMPT
@@ -23,42 +22,11 @@ STEPS = 6
 """The key changes after the first: some are left on any machine."""
 
 
-class MailServer(http.server.ThreadingHTTPServer):
-    """Answers every search of a client that shows the key."""
-
-    key = "the first"
-    asked = 0
-    """Searches that were answered."""
-
-
-class Search(http.server.BaseHTTPRequestHandler):
-    """A search of mails that finds none."""
-
-    server: MailServer
-
-    def do_GET(self) -> None:
-        known = self.headers.get("Authorization") == f"Bearer {self.server.key}"
-        self.server.asked += known
-        body = b"[]" if known else b"unauthorized"
-        self.send_response(200 if known else 401)
-        self.send_header("Content-Type", "application/json" if known else "text/plain")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
-        pass
-
-
 @pytest.fixture
-def server(pod_routes: Cluster) -> Iterator[MailServer]:
-    """A server beside the cluster."""
-    with MailServer((pod_routes.host_address, PORT), Search) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
+def server(pod_routes: Cluster) -> Iterator[HostServer]:
+    """A mail server whose searches find none."""
+    with HostServer(pod_routes, lambda _: Response(body=b"[]"), port=PORT, key="the first") as serving:
         yield serving
-        serving.shutdown()
-        thread.join()
 
 
 def secret(key: str) -> Object:
@@ -89,7 +57,7 @@ def tool(host: str) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
-    installation: Installation, server: MailServer
+    installation: Installation, server: HostServer
 ) -> None:
     cluster = installation.cluster
     rows = [
@@ -117,7 +85,7 @@ def test_a_rotated_key_of_a_tool_costs_a_running_job_nothing_but_time(
         )
         cluster.apply(job, namespace)
         installation.wait_for_adapter(NAME, namespace, 1, 420)
-        assert server.asked, "the model calls the tool"
+        assert server.accepted, "the model calls the tool"
         pods = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
         server.key = "the second"
         waits = installation.wait(

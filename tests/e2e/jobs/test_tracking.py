@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import re
 import subprocess
-import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx2
@@ -18,6 +16,7 @@ import pytest
 from pyarrow import BufferReader, parquet
 from tests.e2e.cluster.client import Cluster, Object, has_condition
 from tests.e2e.cluster.commands import eventually
+from tests.e2e.cluster.host_server import HostServer, Request, Response
 from tests.e2e.installation import JOB, RELEASE, Installation, condition, is_true, run_of, small, stored
 from tests.unit.app.push.mlflow_api import Server
 
@@ -35,61 +34,27 @@ PAGE = f"{RELEASE}-page"
 PAGE_LINK = re.compile(r"http://127\.0\.0\.1:8123(/\?token=\S+)")
 
 
-class Proxy(http.server.ThreadingHTTPServer):
-    """A proxy before MLflow, reached by pods, which asks for a token."""
+@dataclass
+class Tracking:
+    """A real MLflow server beside the cluster, behind a proxy that asks for a token."""
 
-    token = "the-first-token"
-    server_uri = ""
-
-
-class Forwarding(http.server.BaseHTTPRequestHandler):
-    """Forwards requests with the token."""
-
-    server: Proxy
-
-    def do_GET(self) -> None:
-        self._forward()
-
-    def do_POST(self) -> None:
-        self._forward()
-
-    def _forward(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            self._answer(401, "text/plain", b"unauthorized")
-            return
-        headers = {name: text for name, text in self.headers.items() if name.lower() not in OWN_HEADERS}
-        answer = httpx2.request(
-            self.command, self.server.server_uri + self.path, content=body, headers=headers, timeout=60
-        )
-        self._answer(answer.status_code, answer.headers.get("Content-Type", "text/plain"), answer.content)
-
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name in the base class
-        pass
+    uri: str
+    """Address of the MLflow server itself."""
+    proxy: HostServer
 
 
 @pytest.fixture
-def proxy(pod_routes: Cluster, tmp_path: Path) -> Iterator[Proxy]:
-    """A real MLflow server beside the cluster, behind the proxy."""
-    with (
-        serving_mlflow(f"sqlite:///{tmp_path}/mlflow.db") as uri,
-        Proxy((pod_routes.host_address, PORT), Forwarding) as serving,
-    ):
-        serving.server_uri = uri
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            yield serving
-        finally:
-            serving.shutdown()
-            thread.join()
+def tracking(pod_routes: Cluster, tmp_path: Path) -> Iterator[Tracking]:
+    with serving_mlflow(f"sqlite:///{tmp_path}/mlflow.db") as uri:
+
+        def forwarded_to_server(request: Request) -> Response:
+            headers = {name: text for name, text in request.headers.items() if name.lower() not in OWN_HEADERS}
+            url = f"{uri}{request.path}"
+            answer = httpx2.request(request.method, url, content=request.body, headers=headers, timeout=60)
+            return Response(answer.status_code, answer.content, answer.headers.get("Content-Type", "text/plain"))
+
+        with HostServer(pod_routes, forwarded_to_server, port=PORT, key="the-first-token") as proxy:
+            yield Tracking(uri, proxy)
 
 
 def secret(token: str) -> Object:
@@ -149,26 +114,26 @@ def stored_episodes(installation: Installation, job: str) -> set[str]:
 @pytest.mark.share(12)
 @pytest.mark.timeout(2400)
 def test_a_run_is_in_mlflow_over_a_rotated_token_and_on_the_page(
-    installation: Installation, proxy: Proxy, tmp_path: Path
+    installation: Installation, tracking: Tracking, tmp_path: Path
 ) -> None:
-    cluster, mlflow = installation.cluster, Server(proxy.server_uri)
+    cluster, mlflow, proxy = installation.cluster, Server(tracking.uri), tracking.proxy
     with installation.place() as namespace:
-        cluster.apply(secret(proxy.token), namespace)
-        tracking = {
+        cluster.apply(secret(proxy.key), namespace)
+        server = {
             "uri": f"http://{cluster.host_address}:{PORT}",
             "experiment": NAME,
             "secretRef": {"name": SECRET},
         }
-        job = small(NAME, telemetry__mlflow=tracking, algorithm__groupsPerStep=2, schedule__maxSteps=STEPS)
+        job = small(NAME, telemetry__mlflow=server, algorithm__groupsPerStep=2, schedule__maxSteps=STEPS)
         cluster.apply(job, namespace)
         installation.wait_for_adapter(NAME, namespace, 1, 800)
         installation.wait(NAME, namespace, is_true("Tracked"), 400)
         cluster.wait_for("deployment", f"{NAME}-mlflow", lambda found: has_condition(found, "Available"), namespace)
 
-        proxy.token = "the-second-token"
+        proxy.key = "the-second-token"
         refused = installation.wait(NAME, namespace, lambda found: condition(found, "Tracked")[1] == "Failing", 400)
         assert "answers 401" in condition(refused, "Tracked")[2]
-        cluster.apply(secret(proxy.token), namespace)
+        cluster.apply(secret(proxy.key), namespace)
         installation.wait(NAME, namespace, is_true("Tracked"), 400)
 
         with page(installation, namespace, tmp_path) as client:

@@ -22,6 +22,9 @@ from tests.e2e.installation import (
 from tests.e2e.test_job import trained_once
 
 from .kueue_manager import running_kueue
+from .test_sft import NAME as SFT_NAME
+from .test_sft import PODS as SFT_PODS
+from .test_sft import SFT_JOB, logs, sft_job, sft_place
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(12)]
 GROUP = "kueue.x-k8s.io"
@@ -87,6 +90,11 @@ def queued(name: str, *, priority_class: str = "", **changes: object) -> Object:
     labels = {f"{GROUP}/queue-name": QUEUE, f"{GROUP}/priority-class": priority_class}
     job["metadata"]["labels"] = {key: label for key, label in labels.items() if label}
     return job
+
+
+def queued_sft(**spec: object) -> Object:
+    """An SFTJob in the queue."""
+    return {**sft_job(**spec), "metadata": {"name": SFT_NAME, "labels": {f"{GROUP}/queue-name": QUEUE}}}
 
 
 def pods(cluster: Cluster, job: str, namespace: str) -> list[Object]:
@@ -159,3 +167,31 @@ def test_kueue_admits_jobs_one_by_one_and_preempts_one_for_another_without_loss(
         finished = lambda: condition(workload(cluster, "second", namespace), "Finished")[0] == "True"  # noqa: E731
         eventually("its Workload is finished", finished, 120)
         kueue.wait("first", namespace, is_true("Suspended"), 60)
+
+
+@pytest.mark.timeout(1500)
+def test_kueue_preempts_an_sftjob_which_goes_on_from_its_checkpoint(kueue: Installation) -> None:
+    cluster = kueue.cluster
+    with sft_place(kueue) as namespace:
+
+        def wait(holds: Callable[[Object], bool], seconds: float) -> Object:
+            return cluster.wait_for(SFT_JOB, SFT_NAME, holds, namespace, seconds=seconds)
+
+        cluster.apply(queued_sft(), namespace)
+        waiting = wait(reserves("False", "Waiting", "LocalQueue gpus doesn't exist"), 120)
+        assert waiting["status"]["shown"]["phase"] == "Queued"
+        assert not cluster.list("pods", namespace, SFT_PODS)
+        cluster.apply(cluster_object("LocalQueue", QUEUE, spec={"clusterQueue": CLUSTER_QUEUE}), namespace)
+        wait(reserves("True", "Admitted", f"by queue {QUEUE}"), 120)
+        eventually("it trains", lambda: "step 3 of" in logs(cluster, namespace), 240)
+
+        cluster.apply(queued("urgent", priority_class=URGENT, schedule__maxSteps=1), namespace)
+        kueue.wait("urgent", namespace, reserves("True", "Admitted"), RELEASED_SECONDS)
+        wait(reserves("False", "Waiting"), 120)
+        eventually("its pod has ended", lambda: not cluster.list("pods", namespace, SFT_PODS), 200)
+        kueue.wait("urgent", namespace, is_true("Succeeded"), 600)
+
+        eventually("another pod goes on", lambda: "resumed at step" in logs(cluster, namespace), 240)
+        done = wait(is_true("Succeeded"), 400)
+        assert done["status"].get("restarts", 0) == 0, "a pod that was preempted did not fail"
+        assert condition(done, "QuotaReserved")[:2] == ("Unknown", "NotObserved")

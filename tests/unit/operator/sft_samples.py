@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests.unit.operator.rendering import VALUES
 
-from kestrl_operator.controllers.sft_manifests import SFTManifests
+from kestrl_operator.controllers.sft_manifests import NO_LABELS, SFTManifests
 from kestrl_operator.render.pods import Object
 from kestrl_operator.state.cluster import read_cluster
 from kestrl_operator.state.jobs import Key
@@ -29,11 +30,13 @@ def sft_job(**spec: Any) -> Object:
     }
 
 
-def sft_rendered(values: Object | None = None, *, begun_in: str = "", **spec: Any) -> list[Object]:
+def sft_rendered(
+    values: Object | None = None, *, begun_in: str = "", labels: Mapping[str, str] = NO_LABELS, **spec: Any
+) -> list[Object]:
     """The objects of an SFTJob on a cluster with a default storage."""
     given = {**VALUES, "storage": {"uri": "s3://bucket", "secret": "bucket-key"}, **(values or {})}
     manifests, key = SFTManifests(read_cluster(given)), Key(NAMESPACE, NAME)
-    return manifests.objects(key, UID, manifests.read(key, sft_job(**spec)), storage=begun_in)
+    return manifests.objects(key, UID, manifests.read(key, sft_job(**spec)), labels=labels, storage=begun_in)
 
 
 def container_state(name: str, state: Object) -> Object:
@@ -57,11 +60,17 @@ def sft_pod(*statuses: Object, node: str = "node-1", made: str = "2026-01-01T00:
     }
 
 
-def batch_job(outcome: str = "", reason: str = "", **status: Any) -> Object:
-    """The Job of the SFTJob, ended with this condition."""
+def batch_job(outcome: str = "", reason: str = "", *, queue: str = "", suspend: bool = False, **status: Any) -> Object:
+    """The Job of the SFTJob, ended with this condition, in a queue and suspended or not."""
     ended = {"type": outcome, "status": "True", "reason": reason, "message": "as Kubernetes says"}
     conditions = [{**ended, "lastTransitionTime": "2026-01-01T01:00:00Z"}] if outcome else []
     return {
-        "metadata": {"name": f"{NAME}-sft", "uid": "b-1", "annotations": {"kestrl.dev/storage": "s3://first"}},
+        "metadata": {
+            "name": f"{NAME}-sft",
+            "uid": "b-1",
+            "labels": {"kueue.x-k8s.io/queue-name": queue} if queue else {},
+            "annotations": {"kestrl.dev/storage": "s3://first"},
+        },
+        "spec": {"suspend": suspend},
         "status": {"startTime": "2026-01-01T00:00:00Z", "conditions": conditions, **status},
     }

@@ -13,7 +13,7 @@ from kestrl_operator.controllers.claims import REFUSED, Foreign
 from kestrl_operator.controllers.job_state import JobState
 from kestrl_operator.render.quota import merged, workload_object
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.admission import PRIORITY_LABEL, QuotaRequest, WorkloadAdmission
+from kestrl_operator.state.admission import QuotaRequest, WorkloadAdmission, absent_priority_class
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.state.store import Store
 from kestrl_operator.status.lifecycle import Decision
@@ -82,10 +82,7 @@ class KueueQuota:
         try:
             priority = None if not request.priority_class else await self._priority(request.priority_class)
         except Gone:
-            return (
-                f"label {PRIORITY_LABEL}: there is no WorkloadPriorityClass {request.priority_class!r}; create it, or "
-                "name one of `kubectl get workloadpriorityclass`"
-            )
+            return absent_priority_class(request.priority_class)
         body = workload_object(JOB.name, state.key, state.uid, request, priority)
         if is_new and await self._is_taken(state, body["metadata"]["name"]):
             return str(Foreign(body))

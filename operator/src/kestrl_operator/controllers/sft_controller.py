@@ -46,7 +46,7 @@ def sft_controller(
     def take(kind: Kind, body: Mapping[str, Any], deleted: bool) -> Key | None:
         return store.job(body, deleted=deleted) if kind == SFT_JOB else store.batch(body, deleted=deleted)
 
-    reconciler = SFTReconciler(api, store, events, config.jobs, work_record, nodes)
+    reconciler = SFTReconciler(api, store, events, config.jobs, work_record, nodes, kueue=config.kueue)
     return Controller(
         kind=SFT_JOB,
         watched=WATCHED,

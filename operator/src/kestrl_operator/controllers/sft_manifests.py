@@ -9,10 +9,14 @@ from kestrl._shared.prepare import check_addresses
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
+from kestrl_operator.state.admission import PRIORITY_LABEL
 from kestrl_operator.state.cluster import Cluster, identity_of, storage_of
 from kestrl_operator.state.jobs import Key
+from kestrl_operator.state.snapshot import QUEUE_LABEL
 
 Object = dict[str, Any]
+NO_LABELS: Mapping[str, str] = {}
+QUEUE_LABELS = (QUEUE_LABEL, PRIORITY_LABEL)
 
 
 class SFTManifests:
@@ -34,13 +38,16 @@ class SFTManifests:
         check_addresses(preparation(job))
         return job
 
-    def objects(self, key: Key, uid: str, job: SFTJob, *, storage: str = "") -> list[Object]:
+    def objects(
+        self, key: Key, uid: str, job: SFTJob, *, labels: Mapping[str, str] = NO_LABELS, storage: str = ""
+    ) -> list[Object]:
         """All objects of a job, as returned by `render_sft`.
 
         Args:
             key: Namespace and name of the job.
             uid: Uid of the job object.
             job: The job.
+            labels: Labels of the job object, of which those for Kueue are the Job's, too.
             storage: Storage of its runs when it began; empty before.
 
         Raises:
@@ -55,6 +62,7 @@ class SFTManifests:
             storage=storage or uri,
             secret=secret,
             identity=identity_of(job, key.namespace, self._cluster),
+            queue_labels={label: labels[label] for label in QUEUE_LABELS if label in labels},
         )
         return render_sft(inputs)
 

@@ -15,16 +15,18 @@ from typing import Any
 from kestrl._shared.spec.sft import SFTJob
 from kestrl.errors import UserInputError
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
-from kestrl_operator.apiserver.kinds import BATCH_JOB, OLD_EVENT, POD, SFT_JOB
+from kestrl_operator.apiserver.kinds import BATCH_JOB, KUEUE_WORKLOAD, OLD_EVENT, POD, SFT_JOB, WORKLOAD_PRIORITY
 from kestrl_operator.controllers.applier import APPLY_CONFLICT
 from kestrl_operator.controllers.claims import CLAIMED, REFUSED, Foreign, claim
 from kestrl_operator.controllers.sft_manifests import SFTManifests
 from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name
 from kestrl_operator.state.accelerators import Node
+from kestrl_operator.state.admission import JOB_UID_LABEL, WorkloadAdmission, absent_priority_class, admission_of
 from kestrl_operator.state.cluster import Cluster
 from kestrl_operator.state.jobs import Key
-from kestrl_operator.state.sft import SFT_LABEL, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
+from kestrl_operator.state.sft import SFT_LABEL, BatchJob, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
+from kestrl_operator.state.snapshot import QUEUE_LABEL
 from kestrl_operator.status.build import without_empties, written
 from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
@@ -50,6 +52,7 @@ class SFTReconciler:
         cluster: The administrator's settings.
         work_record: Record of the job that code runs on.
         nodes: The nodes as last listed; None where this operator may not list them.
+        kueue: Whether this operator may read Kueue's objects.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class SFTReconciler:
         cluster: Cluster,
         work_record: WorkRecord,
         nodes: Callable[[], Sequence[Node] | None],
+        *,
+        kueue: bool = False,
     ) -> None:
-        self._api, self._store, self._events = api, store, events
+        self._api, self._store, self._events, self._kueue = api, store, events, kueue
         self._manifests, self._work_record, self._nodes = SFTManifests(cluster), work_record, nodes
 
     async def reconcile(self, key: Key) -> float | None:
@@ -78,7 +83,8 @@ class SFTReconciler:
             if message:
                 await self._write_failure(key, raw, message, QUARANTINED)
             return None
-        snapshot = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()))
+        queue = raw["metadata"].get("labels", {}).get(QUEUE_LABEL, "")
+        snapshot = SFTSnapshot(generation=raw["metadata"].get("generation", 0), now=written(time()), queue=queue)
         try:
             with self._work_record.on(raw):
                 job, objects = self._rendered(key, raw)
@@ -106,10 +112,11 @@ class SFTReconciler:
 
     def _rendered(self, key: Key, raw: Mapping[str, Any]) -> tuple[SFTJob, list[Object]]:
         """The job and its objects; raises `UserInputError`."""
-        uid, job = raw["metadata"]["uid"], self._manifests.read(key, raw)
+        metadata, job = raw["metadata"], self._manifests.read(key, raw)
+        uid, labels = metadata["uid"], metadata.get("labels", {})
         existing_batch = self._store.batch_of(key, uid)
         storage = "" if existing_batch is None else batch_of(existing_batch).storage
-        return job, self._manifests.objects(key, uid, job, storage=storage)
+        return job, self._manifests.objects(key, uid, job, labels=labels, storage=storage)
 
     async def _ensure(self, key: Key, uid: str, objects: Sequence[Object]) -> str:
         """Applies what the pod needs and creates the Job, unless it exists; returns what Kubernetes refuses.
@@ -174,8 +181,13 @@ class SFTReconciler:
         existing_batch = self._store.batch_of(key, raw["metadata"]["uid"])
         batch = None if existing_batch is None else batch_of(existing_batch)
         pods = [] if batch is None else await self._pods(key, batch.uid)
-        not_created = "" if batch is None or pods or batch.outcome else await self._not_created(key)
+        is_expected = batch is not None and not (pods or batch.outcome or batch.suspended)
+        not_created = await self._not_created(key) if is_expected else ""
         snapshot = replace(snapshot, batch=batch, pods=pods, not_created=not_created)
+        if batch is not None and batch.suspended and self._kueue:
+            workload = await self._workload(key, batch)
+            refused = "" if workload is not None else await self._absent_class(batch)
+            snapshot = replace(snapshot, workload=workload, quota_refused=refused)
         with self._work_record.on(raw):
             status = sft_status(raw.get("status", {}), snapshot)
         await self._publish(key, raw, status)
@@ -190,6 +202,22 @@ class SFTReconciler:
             async for item in self._api.list(POD, key.namespace, labels=f"{SFT_LABEL}={key.name}")
             if any(owner["uid"] == batch for owner in item["metadata"].get("ownerReferences", ()))
         ]
+
+    async def _workload(self, key: Key, batch: BatchJob) -> WorkloadAdmission | None:
+        """What Kueue has answered the Job; None before it has made a Workload for it."""
+        async for item in self._api.list(KUEUE_WORKLOAD, key.namespace, labels=f"{JOB_UID_LABEL}={batch.uid}"):
+            return admission_of(item)
+        return None
+
+    async def _absent_class(self, batch: BatchJob) -> str:
+        """What is wrong with the Job's priority class, without which Kueue makes no Workload; empty if nothing is."""
+        if not batch.priority_class:
+            return ""
+        try:
+            await self._api.get(WORKLOAD_PRIORITY, batch.priority_class)
+        except Gone:
+            return absent_priority_class(batch.priority_class)
+        return ""
 
     async def _not_created(self, key: Key) -> str:
         """Why Kubernetes creates no pod of the Job, as its latest event says; empty if none does."""

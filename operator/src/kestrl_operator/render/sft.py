@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl._shared.conventions import EXIT_INPUT
@@ -63,6 +63,8 @@ class SFTGiven:
     """The Secret with the object storage's credentials."""
     identity: ServiceAccount | None = None
     """The ServiceAccount whose cloud identity reaches the object storage."""
+    queue_labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Labels by which Kueue queues the Job."""
 
     @property
     def name(self) -> str:
@@ -108,6 +110,7 @@ def render_sft(inputs: SFTGiven) -> list[Object]:
         }
         objects.append(_object(inputs, "networking.k8s.io/v1", "NetworkPolicy", batch_name(inputs.name), spec=policy))
     batch = _object(inputs, "batch/v1", "Job", batch_name(inputs.name), spec=_batch_spec(inputs, profile))
+    batch["metadata"]["labels"] |= inputs.queue_labels
     batch["metadata"]["annotations"] = {STORAGE: inputs.storage}
     return [*objects, batch]
 

@@ -102,6 +102,14 @@ class Quota:
         return self.admission is not None and self.admission.lets_run and not self.outdated
 
 
+def absent_priority_class(name: str) -> str:
+    """What is said of a job whose label names a WorkloadPriorityClass that does not exist."""
+    return (
+        f"label {PRIORITY_LABEL}: there is no WorkloadPriorityClass {name!r}; create it, or name one of `kubectl get "
+        "workloadpriorityclass`"
+    )
+
+
 def admission_of(body: Object) -> WorkloadAdmission:
     """The typed form of a Workload."""
     metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})

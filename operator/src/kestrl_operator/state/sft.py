@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from kestrl._shared.spec.sft import SFT_KIND
 from kestrl._shared.spec.status import ResultStatus
+from kestrl_operator.state.admission import PRIORITY_LABEL
 from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import ended, unstartable
-from kestrl_operator.state.snapshot import STORAGE, ContainerEnd, seconds_of
+from kestrl_operator.state.snapshot import QUEUE_LABEL, STORAGE, ContainerEnd, seconds_of
 from kestrl_operator.state.versions import uid_of
 
 Object = Mapping[str, Any]
@@ -40,6 +41,14 @@ class BatchJob:
     message: str
     started: str | None
     finished: str | None
+    queue: str
+    """Kueue's queue that it was created for; empty for none."""
+    priority_class: str
+    """Name of its WorkloadPriorityClass; empty for none."""
+    suspended: bool
+    """Whether it may have no pods, as Kueue has it until it is admitted."""
+    resumed: bool
+    """Whether it was suspended before: without Kueue no Job ever is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +122,7 @@ def batch_of(body: Object) -> BatchJob:
     metadata, status = body["metadata"], body.get("status", {})
     conditions: Sequence[Object] = status.get("conditions", ())
     over = next((item for item in conditions if item["type"] in OVER and item["status"] == "True"), NOTHING)
+    labels: Mapping[str, str] = metadata.get("labels", {})
     return BatchJob(
         uid=metadata["uid"],
         storage=metadata.get("annotations", {}).get(STORAGE, ""),
@@ -123,6 +133,10 @@ def batch_of(body: Object) -> BatchJob:
         message=over.get("message", ""),
         started=status.get("startTime"),
         finished=status.get("completionTime") or over.get("lastTransitionTime"),
+        queue=labels.get(QUEUE_LABEL, ""),
+        priority_class=labels.get(PRIORITY_LABEL, ""),
+        suspended=body.get("spec", {}).get("suspend", False),
+        resumed=any(item["type"] == "Suspended" and item["status"] == "False" for item in conditions),
     )
 
 

@@ -210,11 +210,18 @@ SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
         ),
         "Unresolvable": "A model, data set or secret that the manifest names does not exist.",
     },
+    Type.QUOTA_RESERVED: {
+        "Admitted": "Its queue has admitted it.",
+        "Waiting": "Its Job is suspended and waits in its queue; the message is Kueue's.",
+        "Inactive": REASONS[Type.QUOTA_RESERVED]["Inactive"],
+        "Draining": "Its queue takes the quota back: the program ends after a checkpoint, and waits again.",
+        "Refused": "There is no such priority class.",
+    },
     Type.SCHEDULED: {
         "PodsScheduled": "The pod has a node.",
         "Pending": "The pod waits for a node, or could not be created; the message says why.",
         "Unsatisfiable": "No node could ever take a pod of this accelerator profile.",
-        "Released": "No pod is to run: the job has ended.",
+        "Released": "No pod is to run: the job waits for quota or has ended.",
     },
     Type.READY: {
         "Training": "The program runs.",

@@ -8,8 +8,10 @@ from typing import Any
 
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
+from kestrl_operator.state.admission import EVICTED, JOB_UID_LABEL, QUOTA_RESERVED, WorkloadAdmission
 from kestrl_operator.state.sft import CONTAINER, BatchJob, SFTPod
 from kestrl_operator.status.conditions import (
+    NOT_OBSERVED,
     QUARANTINED,
     SFT_REASONS,
     ConditionStatus,
@@ -35,6 +37,12 @@ class SFTSnapshot:
     """Why no node could ever take the pod."""
     not_created: str = ""
     """Why Kubernetes creates no pod, if that is known."""
+    queue: str = ""
+    """The queue of Kueue that the job's label names now; empty for none."""
+    workload: WorkloadAdmission | None = None
+    """What Kueue has answered a suspended Job; None if it has not, or this operator may not read it."""
+    quota_refused: str = ""
+    """Why Kueue cannot answer."""
     batch: BatchJob | None = None
     pods: Sequence[SFTPod] = ()
 
@@ -104,6 +112,7 @@ def observed(snapshot: SFTSnapshot) -> Iterator[Observation]:
     """Everything observed in a pass."""
     yield _accepted(snapshot)
     is_over = snapshot.batch is not None and bool(snapshot.batch.outcome)
+    yield _quota_reserved(snapshot, is_over=is_over)
     if snapshot.batch is not None or not snapshot.problem:
         yield _scheduled(snapshot, is_over=is_over)
         yield _succeeded(snapshot)
@@ -130,9 +139,55 @@ def _accepted(snapshot: SFTSnapshot) -> Observation:
     return _true(Type.ACCEPTED, "Valid")
 
 
+def _quota_reserved(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
+    """What Kueue's integration of Jobs does with the Job, which has the labels that the SFTJob had at its creation."""
+    batch = snapshot.batch
+    if batch is None or is_over:
+        return _unobserved("the job has ended, and needs no quota" if is_over else "there is no Job yet")
+    later = f"the label now names {snapshot.queue!r}, which counts for a new SFTJob only"
+    notice = f"; {later}" if snapshot.queue != batch.queue else ""
+    if batch.suspended:
+        reason, message = _held(snapshot, batch)
+        return _false(Type.QUOTA_RESERVED, reason, f"{message}{notice}")
+    if not batch.queue:
+        return _unobserved(f"the job names no queue{notice}")
+    if not batch.resumed:
+        return _unobserved(f"no queue controller holds its Job: does any serve queue {batch.queue}?{notice}")
+    return _true(Type.QUOTA_RESERVED, "Admitted", f"by queue {batch.queue}{notice}")
+
+
+def _held(snapshot: SFTSnapshot, batch: BatchJob) -> tuple[str, str]:
+    """Reason and message of a job whose Job is suspended."""
+    workload, queue = snapshot.workload, f"queue {batch.queue}"
+    if any(pod.running for pod in snapshot.pods):
+        return "Draining", f"its Job is suspended{_eviction(workload)}"
+    if not batch.queue:
+        return "Waiting", "its Job is suspended, though the job names no queue: Kueue may manage jobs without one"
+    if snapshot.quota_refused:
+        return "Refused", snapshot.quota_refused
+    if workload is None:
+        return "Waiting", f"{queue}: `kubectl get workloads -l {JOB_UID_LABEL}={batch.uid}` shows its answer"
+    if not workload.active:
+        return "Inactive", f"the Job's Workload {workload.name} is deactivated: set its spec.active to true"
+    return "Waiting", f"{queue}: {workload.condition(QUOTA_RESERVED).get('message', 'it has not answered yet')}"
+
+
+def _eviction(workload: WorkloadAdmission | None) -> str:
+    """Why Kueue takes quota back, after a colon; empty if that is not known."""
+    if workload is None or not workload.has(EVICTED):
+        return ""
+    eviction = workload.condition(EVICTED)
+    return f": {eviction.get('reason', '')}: {eviction.get('message', '')}"
+
+
+def _is_held(snapshot: SFTSnapshot) -> bool:
+    """Whether no pod is to run until the Job is resumed."""
+    return snapshot.batch is not None and snapshot.batch.suspended and not any(pod.running for pod in snapshot.pods)
+
+
 def _scheduled(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
     pod = snapshot.newest
-    if is_over:
+    if is_over or _is_held(snapshot):
         return _false(Type.SCHEDULED, "Released")
     if pod is not None and pod.scheduled:
         return _true(Type.SCHEDULED, "PodsScheduled")
@@ -163,6 +218,8 @@ def _ready(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
         return _true(Type.READY, "Training", pod.name)
     if snapshot.problem:
         return _false(Type.READY, "NotReady", "not Accepted")
+    if _is_held(snapshot):
+        return _false(Type.READY, "NotReady", "it waits for quota")
     message = "no pod" if pod is None else pod.unstartable or _failure(pod) or "it starts"
     return _false(Type.READY, "NotReady", message if pod is None else f"{pod.name}: {message}")
 
@@ -174,6 +231,11 @@ def _failure(pod: SFTPod | None) -> str:
 
 def _true(kind: Type, reason: str, message: str = "") -> Observation:
     return Observation(type=kind, status=ConditionStatus.TRUE, reason=reason, message=message)
+
+
+def _unobserved(message: str) -> Observation:
+    kind, status = Type.QUOTA_RESERVED, ConditionStatus.UNKNOWN
+    return Observation(type=kind, status=status, reason=NOT_OBSERVED, message=message)
 
 
 def _false(kind: Type, reason: str, message: str = "") -> Observation:

@@ -11,9 +11,9 @@ RESULT = '{"version": "email-search.4.3f0c", "sha256": "3f0c", "uri": "s3://buck
 BATCH = f"{JOB}-sft"
 
 
-def apply(stage: Stage, name: str = JOB, **spec: Any) -> dict[str, Any]:
+def apply(stage: Stage, name: str = JOB, *, labels: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
     plain = {"model": {"base": "demo://tiny"}, "data": {"train": {"uri": "s3://data/train.jsonl"}}}
-    metadata = {"name": name, "namespace": NAMESPACE}
+    metadata = {"name": name, "namespace": NAMESPACE, "labels": labels or {}}
     return stage.cluster.create(
         "sftjobs",
         {"apiVersion": "kestrl.dev/v1alpha1", "kind": "SFTJob", "metadata": metadata, "spec": {**plain, **spec}},

@@ -180,3 +180,12 @@ def test_pod_defaults_are_in_the_pod_of_an_sft_job() -> None:
     assert template["spec"]["priorityClassName"] == "research"
     for container in (*template["spec"]["initContainers"], *template["spec"]["containers"]):
         assert {"name": "NO_PROXY", "value": "x"} in container["env"]
+
+
+def test_the_labels_of_its_queue_are_the_jobs_alone() -> None:
+    labels = {"kueue.x-k8s.io/queue-name": "gpus", "kueue.x-k8s.io/priority-class": "urgent"}
+    *others, batch = sft_rendered(labels={**labels, "team": "a"})
+    assert batch["metadata"]["labels"].items() >= labels.items()
+    assert "team" not in batch["metadata"]["labels"]
+    templates = [batch["spec"]["template"], *others]
+    assert not any(label in item["metadata"]["labels"] for item in templates for label in labels)

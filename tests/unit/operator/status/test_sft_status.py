@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.operator.sft_samples import RESULT, batch_job, container_state, ended_with, sft_pod
 
+from kestrl_operator.state.admission import WorkloadAdmission, admission_of
 from kestrl_operator.state.sft import batch_of, sft_pod_of
 from kestrl_operator.status.conditions import REASONS, SFT_REASONS
 from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
@@ -32,6 +33,20 @@ def test_reasons_are_a_part_of_those_of_an_agentrljob() -> None:
 
 
 RUNNING = batch_job(ready=1)
+SHORT = "insufficient unused quota for nvidia.com/gpu in flavor default, 4 more needed"
+RESUMED = {"type": "Suspended", "status": "False", "reason": "JobResumed"}
+
+
+def workload(*conditions: tuple[str, str, str], active: bool = True) -> WorkloadAdmission:
+    """What Kueue has answered: the type, reason and message of true conditions, but for QuotaReserved."""
+    items = [
+        {"type": kind, "status": "False" if kind == "QuotaReserved" else "True", "reason": reason, "message": message}
+        for kind, reason, message in conditions
+    ]
+    metadata = {"name": "job-warm-up-sft-1", "uid": "w-1", "resourceVersion": "1"}
+    return admission_of({"metadata": metadata, "spec": {"active": active}, "status": {"conditions": items}})
+
+
 CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
     (
         "a wrong manifest",
@@ -77,6 +92,115 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
         {
             "Accepted": (
                 "False", "Unresolvable", 'warm-up-sft-00: prepare: CreateContainerConfigError: secret "s" not found',
+            )
+        },
+    ),
+    (
+        "in its queue",
+        seen(
+            batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload(("QuotaReserved", "", SHORT))
+        ),
+        "Queued",
+        {
+            "QuotaReserved": ("False", "Waiting", f"queue gpus: {SHORT}"),
+            "Scheduled": ("False", "Released", ""),
+            "Ready": ("False", "NotReady", "it waits for quota"),
+        },
+    ),
+    (
+        "in a queue of which Kueue has said nothing",
+        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload()),
+        "Queued",
+        {"QuotaReserved": ("False", "Waiting", "queue gpus: it has not answered yet")},
+    ),
+    (
+        "in a queue of which this operator may not read anything",
+        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus"),
+        "Queued",
+        {
+            "QuotaReserved": (
+                "False", "Waiting",
+                "queue gpus: `kubectl get workloads -l kueue.x-k8s.io/job-uid=b-1` shows its answer",
+            )
+        },
+    ),
+    (
+        "of a priority that does not exist",
+        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", quota_refused="no such class"),
+        "Queued",
+        {"QuotaReserved": ("False", "Refused", "no such class")},
+    ),
+    (
+        "deactivated",
+        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload(active=False)),
+        "Queued",
+        {
+            "QuotaReserved": (
+                "False", "Inactive",
+                "the Job's Workload job-warm-up-sft-1 is deactivated: set its spec.active to true",
+            )
+        },
+    ),
+    (
+        "its queue takes the quota back",
+        seen(
+            sft_pod(DONE, RUNS),
+            batch=batch_job(queue="gpus", suspend=True, ready=1),
+            queue="gpus",
+            workload=workload(("Evicted", "Preempted", "for another")),
+        ),
+        "Running",
+        {"QuotaReserved": ("False", "Draining", "its Job is suspended: Preempted: for another")},
+    ),
+    (
+        "a failed pod from before the preemption",
+        seen(
+            sft_pod(DONE, container_state("sft", ended_with(137, reason="OOMKilled"))),
+            batch=batch_job(queue="gpus", suspend=True, failed=1),
+            queue="gpus",
+        ),
+        "Queued",
+        {"Scheduled": ("False", "Released", "")},
+    ),
+    (
+        "admitted",
+        seen(
+            sft_pod(DONE, RUNS),
+            batch=batch_job(queue="gpus", suspend=False, ready=1, conditions=[RESUMED]),
+            queue="gpus",
+        ),
+        "Running",
+        {"QuotaReserved": ("True", "Admitted", "by queue gpus")},
+    ),
+    (
+        "a queue that nobody serves",
+        seen(sft_pod(DONE, RUNS), batch=batch_job(queue="gpus", ready=1), queue="gpus"),
+        "Running",
+        {
+            "QuotaReserved": (
+                "Unknown", "NotObserved", "no queue controller holds its Job: does any serve queue gpus?",
+            )
+        },
+    ),
+    (
+        "a label that came later",
+        seen(sft_pod(DONE, RUNS), batch=RUNNING, queue="gpus"),
+        "Running",
+        {
+            "QuotaReserved": (
+                "Unknown", "NotObserved",
+                "the job names no queue; the label now names 'gpus', which counts for a new SFTJob only",
+            )
+        },
+    ),
+    (
+        "suspended without a queue",
+        seen(batch=batch_job(suspend=True)),
+        "Queued",
+        {
+            "QuotaReserved": (
+                "False", "Waiting",
+                "its Job is suspended, though the job names no queue: Kueue may manage jobs without one",
             )
         },
     ),

@@ -51,6 +51,8 @@ LONGEST_MESSAGE = 4096
 object."""
 QUEUED = frozenset({"Waiting", "Inactive", "Refused"})
 """Reasons of QuotaReserved of a job that does not run for lack of quota."""
+AGAIN = frozenset({"Restarting", "Resuming"})
+"""Reasons of Ready of a job that has trained before and does not yet."""
 LOST: Mapping[str, str] = {
     "OOMKilled": "A container used more memory than it may, and was killed; the message names it.",
     "NodeNotReady": "The node of a pod does not answer Kubernetes; the message names both.",
@@ -168,6 +170,10 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
         "Training": "Engines, rollouts and learner are working.",
         "Degraded": "The learner trains, and one of the others is not ready; its own condition says why.",
         "Restarting": "The learner has run before and starts again; LearnerProgressing says why.",
+        "Resuming": (
+            "The job was suspended, preempted by its queue or parked, and its learner starts again from its newest "
+            "checkpoint."
+        ),
         "NotReady": "The job starts; the condition of what is missing says why.",
         "Suspended": "The job is suspended, as its spec says: everything is checkpointed and no pod runs.",
         "Completed": "The job has succeeded.",
@@ -354,4 +360,4 @@ def _idle(current: Callable[[Type], tuple[str, str]]) -> str:
         return "Queued"
     if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE:
         return "Pending"
-    return "Restarting" if current(Type.READY)[1] == "Restarting" else "Starting"
+    return condition if (condition := current(Type.READY)[1]) in AGAIN else "Starting"

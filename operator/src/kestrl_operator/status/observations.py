@@ -259,7 +259,9 @@ def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observati
         return _false(Type.ROLLOUTS_FLOWING, "Drained")
     if live.state.gauges.workers == 0:
         ready = len([pod for pod in snapshot.of(Role.ROLLOUT) if pod.ready])
-        return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{ready} of {spec.rollout.replicas} workers' pods are ready")
+        loading = downloading(snapshot.of(Role.FILES), spec)
+        message = f"{ready} of {spec.rollout.replicas} workers' pods are ready"
+        return _false(Type.ROLLOUTS_FLOWING, "NoWorker", f"{message}; {loading}" if loading else message)
     return _true(Type.ROLLOUTS_FLOWING, "Flowing", f"{live.state.gauges.workers} workers")
 
 

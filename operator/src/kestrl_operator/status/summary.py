@@ -94,12 +94,27 @@ def _shortfall(snapshot: Snapshot) -> str:
     learner_ready = last is not None and any(pod.uid == last.pod and pod.ready for pod in learners)
     if last is not None and learner_ready and last.phase in TRAINS:
         return "Degraded"
-    return "Restarting" if _has_run(snapshot, last) else "NotReady"
+    if not _has_run(snapshot, last):
+        return "NotReady"
+    return "Resuming" if _resumes(snapshot, last) else "Restarting"
+
+
+def _resumes(snapshot: Snapshot, last: LearnerReport | None) -> bool:
+    """Whether the learner starts again after it was asked to end, and has not failed since."""
+    phase = None if last is None else last.phase
+    if phase is RunPhase.FAILED or _has_failed(snapshot):
+        return False
+    released = snapshot.condition(Type.SCHEDULED)[1] in {"Released", "Parked"}
+    return released or phase is RunPhase.SUSPENDED or snapshot.condition(Type.READY)[1] == "Resuming"
+
+
+def _has_failed(snapshot: Snapshot) -> bool:
+    """Whether a learner's container has ended with a failure."""
+    return any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
 
 
 def _has_run(snapshot: Snapshot, last: LearnerReport | None) -> bool:
-    learner_ended = any(item.container == LEARNER for pod in snapshot.of(Role.LEARNER) for item in pod.ended)
     reported = last is not None and last.phase is not RunPhase.STARTING and last.phase is not None
     # The report's step, too: a status computed again from what was written must be the same.
     steps = max(snapshot.status.get("progress", {}).get("step", 0), 0 if last is None else last.state.steps.done)
-    return learner_ended or reported or snapshot.attempts > 0 or steps > 0
+    return _has_failed(snapshot) or reported or snapshot.attempts > 0 or steps > 0

@@ -124,6 +124,41 @@ LINES = [
         "Suspended", "v14", "", None, "Current",
     ),
     Line(
+        "it is resumed, and its learner is not there yet",
+        {
+            "status": {**TRAINED, "conditions": [condition("Scheduled", "False", "Released")]},
+            "pods": all_pods(pod(Role.LEARNER, ready=False)),
+            "last_report": None,
+        },
+        "Resuming", "v14", "", None, "InProgress",
+    ),
+    Line(
+        "it is resumed after a preemption, and its learner loads its checkpoint",
+        {
+            "status": {**TRAINED, "conditions": [condition("Ready", "False", "Resuming")]},
+            "last_report": learner_report(report("starting")),
+        },
+        "Resuming", "v14", "2/2", 0, "InProgress",
+    ),
+    Line(
+        "it was resumed, and its learner failed then",
+        {
+            "status": {**TRAINED, "conditions": [condition("Ready", "False", "Resuming")]},
+            "pods": all_pods(pod(Role.LEARNER, ready=False, ended=(OOM,))),
+            "last_report": None,
+        },
+        "Restarting", "v14", "", None, "InProgress",
+    ),
+    Line(
+        "it begins after it waited in its queue",
+        {
+            "status": {"conditions": [condition("Scheduled", "False", "Released")]},
+            "pods": all_pods(pod(Role.LEARNER, ready=False)),
+            "last_report": None,
+        },
+        "Starting", "", "", None, "InProgress",
+    ),
+    Line(
         "it succeeds with a version that not every engine has verified",
         {"status": TRAINED, "last_report": learner_report(over("succeeded", policy=policy_to_proto(version(26))))},
         "Succeeded", "v26", "", None, "Current",

@@ -51,6 +51,7 @@ from kestrl_operator.status.observations import UPDATE_SECONDS
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
 QUEUED = {QUEUE_LABEL: "gpus"}
 SUSPENDED = condition("Suspended", "True", "Released")
+FILES = f"data.files=[{{uri: 's3://mails/mail.sqlite#sha256={'0' * 64}', size: 1Gi, timeout: 30m}}]"
 OOM = ended("engine", "OOMKilled", 137)
 LOST_NODE = {"gpu-7": "Kubelet stopped posting node status."}
 UNSCHEDULED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -475,6 +476,23 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"RolloutsFlowing": ("False", "NoWorker", "0 of 1 workers' pods are ready")},
     ),
     (
+        "workers wait for files that are downloaded",
+        {
+            "job": job(FILES),
+            "pods": [*all_pods(unready(Role.ROLLOUT)), unready(Role.FILES)],
+            "last_report": learner_report(report(workers=0)),
+        },
+        "Degraded",
+        {
+            "RolloutsFlowing": (
+                "False",
+                "NoWorker",
+                "0 of 1 workers' pods are ready; 1 file of spec.data.files of up to 2 GiB are downloaded within 30m; "
+                "`kubectl logs email-search-files-0 -c prepare` says how far it is",
+            )
+        },
+    ),
+    (
         "a worker keeps ending",
         {
             "pods": all_pods(unready(Role.ROLLOUT, ended=(ended("rollout", message="ImportError: x"),), restarts=3)),
@@ -684,9 +702,9 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"LearnerProgressing": ("False", "Failed", "[engine/no_engine_proved] it went wrong")},
     ),
     (
-        "it drained, was resumed, and is restarted",
+        "it drained, was resumed, and starts again",
         {"last_report": learner_report(over("suspended", message="at step 14"))},
-        "Restarting",
+        "Resuming",
         {
             "LearnerProgressing": ("False", "Starting", "at step 14"),
             "PolicyConverged": ("Unknown", NOT_OBSERVED),

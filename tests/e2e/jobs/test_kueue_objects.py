@@ -15,6 +15,7 @@ from tests.unit.operator.samples import NOW, job, snapshot
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import KUEUE_WORKLOAD
 from kestrl_operator.render.quota import quota_request, workload_object
+from kestrl_operator.state.accelerators import Placement
 from kestrl_operator.state.admission import admission_of
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.status.lifecycle import decide
@@ -22,6 +23,7 @@ from kestrl_operator.status.quota import finished, released, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(4)]
 UID = "11111111-1111-4111-8111-111111111111"
+TIME = "2026-01-01T00:00:00Z"
 Object = dict[str, Any]
 
 
@@ -45,8 +47,7 @@ def kueue_kinds(control_plane: Cluster) -> Iterator[Cluster]:
 
 
 def condition(kind: str, status: str) -> Object:
-    time = "2026-01-01T00:00:00Z"
-    return {"type": kind, "status": status, "reason": kind, "message": "", "lastTransitionTime": time}
+    return {"type": kind, "status": status, "reason": kind, "message": "", "lastTransitionTime": TIME}
 
 
 async def test_kueues_definitions_take_what_the_operator_writes(
@@ -65,10 +66,14 @@ async def test_kueues_definitions_take_what_the_operator_writes(
             assignments = [{"name": item["name"], "flavors": {"cpu": "spot"}} for item in request.pod_sets]
             granted = {"clusterQueue": "all", "podSetAssignments": assignments}
             reserved = [condition(kind, "True") for kind in ("QuotaReserved", "Admitted", "Evicted")]
-            status = {"status": {"admission": granted, "conditions": reserved}}
+            added = {"nodeSelector": {"pool": "made"}, "annotations": {"request": "r-1"}, "labels": {"slot": "1"}}
+            check = {"name": "provisioned", "state": "Ready", "message": "", "lastTransitionTime": TIME}
+            checks = [{**check, "podSetUpdates": [{"name": "learner", **added}]}]
+            status = {"status": {"admission": granted, "conditions": reserved, "admissionChecks": checks}}
             kueue_kinds.patch("workloads.kueue.x-k8s.io", admission.name, status, namespace, subresource="status")
             admission = admission_of(await api.get(KUEUE_WORKLOAD, admission.name, namespace))
             assert admission.flavors["learner"] == ["spot"]
+            assert admission.updates["learner"] == [Placement({"pool": "made"}, (), {"slot": "1"}, {"request": "r-1"})]
             await api.apply(body)  # the same request changes nothing, which Kueue allows
             for changes in (started(admission, NOW), released(admission, NOW)):
                 admission = admission_of(

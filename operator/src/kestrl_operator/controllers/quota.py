@@ -45,7 +45,7 @@ class KueueQuota:
         for pod_set, names in admission.flavors.items():
             flavors = [await self._flavor(name) for name in names]
             place = merged([*flavors, *admission.updates.get(pod_set, ())])
-            if pod_set in set(Role) and (place.node_selector or place.tolerations):
+            if pod_set in set(Role) and any(place):
                 places[Role(pod_set)] = place
         state.placements, state.placed = places, admitted
 

@@ -39,7 +39,8 @@ def with_pod_defaults(template: Object, defaults: PodDefaults) -> Object:
 
 
 def with_placement(template: Object, placement: Placement | None) -> Object:
-    """A PodTemplate on the nodes that its quota is for.
+    """A PodTemplate on the nodes that its quota is for. Labels and annotations that it has by itself stay: by those the
+    job's objects find their pods.
 
     Args:
         template: The template.
@@ -47,14 +48,17 @@ def with_placement(template: Object, placement: Placement | None) -> Object:
     """
     if placement is None:
         return template
-    spec = dict(template["spec"])
+    spec, metadata = dict(template["spec"]), dict(template["metadata"])
+    for field, entries in (("labels", placement.labels), ("annotations", placement.annotations)):
+        if entries:
+            metadata[field] = {**entries, **metadata.get(field, {})}
     if placement.node_selector:
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **placement.node_selector}
     existing = spec.get("tolerations", [])
     added = [dict(toleration) for toleration in placement.tolerations if toleration not in existing]
     if added:
         spec["tolerations"] = [*existing, *added]
-    return {**template, "spec": spec}
+    return {**template, "metadata": metadata, "spec": spec}
 
 
 def _is_for(variable: Variable, container: str) -> bool:

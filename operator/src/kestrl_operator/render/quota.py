@@ -9,7 +9,8 @@ from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import JobSpec
-from kestrl_operator.render.job import labels, owner
+from kestrl_operator.render.job import labels as job_labels
+from kestrl_operator.render.job import owner
 from kestrl_operator.render.pods import account
 from kestrl_operator.state.accelerators import Placement
 from kestrl_operator.state.admission import GROUP, JOB_UID_LABEL, KIND, PRIORITY_KIND, REQUEST, VERSION, QuotaRequest
@@ -75,7 +76,7 @@ def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priori
     metadata = {
         "name": account(key.name),
         "namespace": key.namespace,
-        "labels": {**labels(key.name), JOB_UID_LABEL: uid},
+        "labels": {**job_labels(key.name), JOB_UID_LABEL: uid},
         "annotations": {REQUEST: request.digest},
         "ownerReferences": [owner(kind, key.name, uid)],
     }
@@ -84,9 +85,11 @@ def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priori
 
 def merged(placements: Sequence[Placement]) -> Placement:
     """The place that fits all of these."""
-    selector: dict[str, str] = {}
+    selector, labels, annotations = dict[str, str](), dict[str, str](), dict[str, str]()
     tolerations: list[Mapping[str, Any]] = []
     for placement in placements:
         selector |= placement.node_selector
+        labels |= placement.labels
+        annotations |= placement.annotations
         tolerations += [toleration for toleration in placement.tolerations if toleration not in tolerations]
-    return Placement(selector, tolerations)
+    return Placement(selector, tolerations, labels, annotations)

@@ -229,10 +229,13 @@ def _details(error: ValidationError | TypeError) -> str:
 
 
 class Placement(NamedTuple):
-    """The nodes that Kueue wants the pods of a role on."""
+    """The nodes that Kueue wants the pods of a role on, and what marks the pods as those that these nodes are for."""
 
     node_selector: Mapping[str, str]
     tolerations: Sequence[Mapping[str, Any]]
+    labels: Mapping[str, str] = {}
+    annotations: Mapping[str, str] = {}
+    """Such as the ProvisioningRequest by which an autoscaler has made the nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,12 @@ def admission_of(body: Object) -> WorkloadAdmission:
     updates: dict[str, list[Placement]] = {}
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
-            entry = Placement(update.get("nodeSelector") or {}, update.get("tolerations") or ())
+            entry = Placement(
+                update.get("nodeSelector") or {},
+                update.get("tolerations") or (),
+                update.get("labels") or {},
+                update.get("annotations") or {},
+            )
             updates.setdefault(update["name"], []).append(entry)
     return WorkloadAdmission(
         name=metadata["name"],

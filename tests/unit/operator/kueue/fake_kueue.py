@@ -59,14 +59,16 @@ class FakeKueue:
         """Finds no quota for it."""
         self._write({"conditions": [condition("QuotaReserved", "False", "Pending", message)]})
 
-    def admit(self, flavors: Mapping[str, str] | None = None) -> None:
-        """Admits it, every pod set with these flavors by resource."""
+    def admit(self, flavors: Mapping[str, str] | None = None, *, updates: Sequence[Object] = ()) -> None:
+        """Admits it, every pod set with these flavors by resource; an admission check has added these updates."""
         names: Sequence[str] = [pods["name"] for pods in (self.workload() or {})["spec"]["podSets"]]
         assignments = [{"name": name, "flavors": flavors or {"cpu": "default"}} for name in names]
         conditions = [condition(kind, "True", kind, "") for kind in ("QuotaReserved", "Admitted")]
         conditions.append(condition("Evicted", "False", "QuotaReserved", ""))
         granted = {"clusterQueue": "everything", "podSetAssignments": assignments}
-        self._write({"admission": granted, "conditions": conditions})
+        check = {"name": "provisioned", "state": "Ready", "lastTransitionTime": AT, "message": ""}
+        checks = [{**check, "podSetUpdates": list(updates)}] if updates else []
+        self._write({"admission": granted, "conditions": conditions, "admissionChecks": checks})
 
     def evict(self, reason: str, message: str) -> None:
         """Takes the quota back; it is free when the operator says so."""

@@ -141,6 +141,41 @@ async def test_pods_run_on_the_nodes_that_their_quota_is_for(stage: Stage, kueue
     del controllers
 
 
+async def test_pods_get_all_of_what_several_flavors_and_an_admission_check_say(stage: Stage, kueue: FakeKueue) -> None:
+    tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in ("spot", "gpu", "reserved")]
+    for name, labels, toleration in (
+        ("spot", {"pool": "spot"}, tolerations[0]),
+        ("h100", {"gpu": "h100"}, tolerations[1]),
+    ):
+        spec = {"nodeLabels": labels, "tolerations": [toleration]}
+        kueue.add("resourceflavors", "ResourceFlavor", name, spec=spec)
+    request = {"autoscaling.x-k8s.io/consume-provisioning-request": "request-1"}
+    update = {
+        "name": "inference",
+        "labels": {"reservation": "r-1", "kestrl.dev/role": "none of theirs"},
+        "annotations": request,
+        "nodeSelector": {"node-group": "made-for-it"},
+        "tolerations": [tolerations[2]],
+    }
+    controllers = Controllers(stage.cluster, started=ready)
+    queued_job(stage)
+    await stage.operator(kueue=True)
+    await stage.until(kueue.workload, "it asks for quota")
+    kueue.admit({"cpu": "spot", "memory": "spot", "nvidia.com/gpu": "h100"}, updates=[update])
+    place = {"pool": "spot", "gpu": "h100"}
+    for pod in await stage.until(lambda: stage.pods("inference"), "engines are made"):
+        assert pod["spec"]["nodeSelector"] == {**place, "node-group": "made-for-it"}
+        assert sorted(item["key"] for item in pod["spec"]["tolerations"]) == ["gpu", "reserved", "spot"]
+        assert pod["metadata"]["annotations"].items() >= request.items()
+        assert (pod["metadata"]["labels"]["reservation"], pod["metadata"]["labels"]["kestrl.dev/role"]) == (
+            "r-1", "inference",
+        )  # fmt: skip
+    for pod in await stage.until(lambda: stage.pods("learner"), "the learner is made"):
+        assert pod["spec"]["nodeSelector"] == place, "the check has added nothing for it"
+        assert not request.keys() & pod["metadata"]["annotations"].keys()
+    del controllers
+
+
 async def test_its_priority_is_that_of_its_class(stage: Stage, kueue: FakeKueue) -> None:
     queued_job(stage, **{"kueue.x-k8s.io/priority-class": "urgent"})
     await stage.operator(kueue=True)

@@ -217,6 +217,14 @@ def test_the_headers_of_a_file_are_read_anew_for_each_export(protocol: str, tmp_
     assert list(dict.fromkeys(collector.credentials)) == ["Bearer first", "Bearer second"]
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_standard_variable_has_the_headers(protocol: str) -> None:
+    with collecting() as collector:
+        endpoint = collector.endpoint if protocol == "grpc" else collector.http_endpoint
+        exported(endpoint, 1.0, OTEL_EXPORTER_OTLP_HEADERS="Authorization=Bearer%20key")
+    assert set(collector.credentials) == {"Bearer key"}
+
+
 def test_a_file_of_headers_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KESTRL_OTLP_HEADERS_FILE", str(tmp_path / "none"))
     with pytest.raises(UserInputError, match=r"KESTRL_OTLP_HEADERS_FILE: .*none cannot be read"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.unit.operator.rendering import ASCEND, NVIDIA, ROLES, SECRETS, VALUES, given, of_kind, rendered
 from tests.unit.operator.samples import job
 
@@ -22,6 +25,8 @@ from kestrl_operator.render.job import preparation
 from kestrl_operator.render.pods import STORAGE_SECRET
 from kestrl_operator.render.resources import DEFAULTS
 from kestrl_operator.state.parsing import workload_of
+
+ROOT = Path(__file__).parents[4]
 
 
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -567,6 +572,17 @@ def test_pod_defaults_are_in_the_pods_of_every_job_and_replace_nothing_of_their_
             assert ("HF_TOKEN" in variables) is (container["name"] == "prepare")
     assert pod(objects, "inference")["nodeSelector"]["pool"] == "a100"
     assert [item["key"] for item in pod(objects, "inference")["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
+
+
+def test_the_documented_values_give_every_container_that_sends_spans_the_key_of_its_collector() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/install.md").read_text(), re.MULTILINE | re.DOTALL)
+    (documented,) = [yaml.safe_load(block) for block in blocks if "OTEL_EXPORTER_OTLP_HEADERS" in block]
+    (variable,) = documented["operator"]["extraEnv"]
+    templates = [item["spec"]["template"]["spec"] for item in workloads(rendered(values=documented["jobs"])).values()]
+    containers = [item for spec in templates for item in (*spec["containers"], *spec.get("initContainers", []))]
+    assert {item["name"] for item in containers if variable in item["env"]} == {
+        "engine", "inference", "rollout", "learner",
+    }  # fmt: skip
 
 
 def test_a_patch_of_a_job_comes_after_the_pod_defaults() -> None:

@@ -22,8 +22,8 @@ from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError, place_error
 from kestrl.storage import open_store
-from kestrl.storage.models import fetch_model, is_published
-from kestrl.storage.pinned import Download, fetch, fetch_object
+from kestrl.storage.models import WEIGHTS, fetch_model, is_published, is_weights
+from kestrl.storage.pinned import Download, fetch, fetch_object, write_object
 from kestrl.storage.uris import local_path, scheme_of
 
 LOOK_SECONDS = 1.0
@@ -65,6 +65,9 @@ class PrepareSettings(SettingsModel):
     model: str | None = None
     """`model.base` of the manifest."""
     model_target: str = ""
+    model_weights: bool = True
+    """Whether its weights are downloaded, too, which are nearly all of its bytes. What is linked or copied from this
+    machine has them in any case."""
     data: tuple[DataSource, ...] = ()
     data_dir: str = ""
     """Folder for generated data and the databases that its rows reference."""
@@ -89,7 +92,7 @@ def prepare(settings: PrepareSettings) -> None:
         StorageError: A download failed.
     """
     if settings.model is not None:
-        put_model(settings.model, Path(settings.model_target), Path(settings.volumes))
+        put_model(settings.model, Path(settings.model_target), Path(settings.volumes), weights=settings.model_weights)
     for file in settings.files:
         (fetch_file if settings.fetches else await_file)(file)
     for source in settings.data:
@@ -139,13 +142,13 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def put_model(uri: str, target: Path, volumes: Path) -> None:
-    """Puts the folder of a model in place."""
+def put_model(uri: str, target: Path, volumes: Path, *, weights: bool = True) -> None:
+    """Puts the folder of a model in place, downloaded with or without its weights."""
     scheme, parsed = scheme_of(uri), urlparse(uri)
     if scheme in OBJECT_SCHEMES:
-        _download_folder(uri, target)
+        _download_folder(uri, target, weights=weights)
     elif scheme == "hf":
-        _download_hub(f"{parsed.netloc}{parsed.path}", target)
+        _download_hub(f"{parsed.netloc}{parsed.path}", target, weights=weights)
     elif scheme == "demo":
         _copy(Path(locate_model(uri, base=Path("/"))), target)
     else:
@@ -247,32 +250,32 @@ def _copy(source: Path, target: Path) -> None:
     partial.replace(target)
 
 
-def _download_folder(uri: str, target: Path) -> None:
-    """Downloads all objects under an address; the target appears only when complete. The files of a model that
-    `kestrl sft` published must have their digests.
+def _download_folder(uri: str, target: Path, *, weights: bool) -> None:
+    """Downloads the objects under an address, a part in memory at a time; the target appears only when complete. The
+    files of a model that `kestrl sft` published must have their digests.
     """
     if target.exists():
         return
     store = open_store(uri)
     if is_published(store):
-        fetch_model(store, target)
+        fetch_model(store, target, weights=weights)
         return
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     paths = store.list("")
     if not paths:
         raise StorageError(f"{uri} holds no objects", code="not_found")
-    for path in paths:
+    for path in (path for path in paths if weights or not is_weights(path)):
         if not (partial / path).resolve().is_relative_to(partial.resolve()):
             raise StorageError(
                 f"{uri} contains an object whose name leads out of the folder: {path!r}", code="unsafe_path"
             )
         (partial / path).parent.mkdir(parents=True, exist_ok=True)
-        (partial / path).write_bytes(store.get(path))
+        write_object(store, path, partial / path)
     partial.replace(target)
 
 
-def _download_hub(name: str, target: Path) -> None:
+def _download_hub(name: str, target: Path, *, weights: bool) -> None:
     """Downloads a repository of a Hugging Face hub (HF_ENDPOINT and HF_TOKEN apply)."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -280,7 +283,8 @@ def _download_hub(name: str, target: Path) -> None:
         raise UserInputError(f"spec.model.base: hf://{name} needs huggingface_hub in this image") from error
     errors: Any = importlib.import_module("huggingface_hub.errors")
     try:
-        hub.snapshot_download(name, local_dir=str(target))
+        ignored = None if weights else [f"*{suffix}" for suffix in sorted(WEIGHTS)]
+        hub.snapshot_download(name, local_dir=str(target), ignore_patterns=ignored)
     except errors.RepositoryNotFoundError as error:
         raise UserInputError(f"spec.model.base: hf://{name} does not exist, or HF_TOKEN has no access to it") from error
     except (OSError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -41,7 +41,18 @@ def read_document(store: ObjectStore, kind: type[Document], name: str, folder: s
         raise StorageError(f"{store.address(path)} is not a manifest: {error}", code="manifest_malformed") from error
 
 
-def fetch_files(store: ObjectStore, files: Mapping[str, str], target: Path, folder: str = "") -> None:
+Downloading = Callable[[ObjectStore, str, Path], str]
+"""Downloads an object to a file and returns its digest."""
+
+
+def fetch_files(
+    store: ObjectStore,
+    files: Mapping[str, str],
+    target: Path,
+    folder: str = "",
+    *,
+    download: Downloading | None = None,
+) -> None:
     """Downloads files into a new local folder and verifies every digest; the folder appears only when complete. A
     folder that exists already is left as it is.
 
@@ -50,6 +61,7 @@ def fetch_files(store: ObjectStore, files: Mapping[str, str], target: Path, fold
         files: SHA-256 of every file, by name.
         target: The local folder.
         folder: Of the files in the store.
+        download: Downloads each; by default a whole file in memory.
 
     Raises:
         StorageError: A file is missing, its name is not one of a file in the folder, or a digest differs (code
@@ -62,7 +74,7 @@ def fetch_files(store: ObjectStore, files: Mapping[str, str], target: Path, fold
     shutil.rmtree(partial, ignore_errors=True)  # of an interrupted download
     partial.mkdir(parents=True)
     try:
-        _download_all(store, files, partial, folder)
+        _download_all(store, files, partial, folder, download or _download)
         if not target.exists():
             partial.rename(target)
     finally:
@@ -76,10 +88,12 @@ def _is_file_name(name: str) -> bool:
     return len(name.encode(errors="replace")) <= LONGEST_NAME
 
 
-def _download_all(store: ObjectStore, files: Mapping[str, str], partial: Path, folder: str) -> None:
+def _download_all(
+    store: ObjectStore, files: Mapping[str, str], partial: Path, folder: str, download: Downloading
+) -> None:
     for name, expected in files.items():
         path = _inside(folder, name)
-        if _download(store, path, partial / name) != expected:
+        if download(store, path, partial / name) != expected:
             raise StorageError(
                 f"{store.address(path)} is corrupt: its digest is not the manifest's", code="digest_mismatch"
             )

@@ -7,7 +7,7 @@ neither a model nor published.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -16,8 +16,13 @@ from kestrl.episode import PolicyVersion
 from kestrl.storage.files import digest, fetch_files, read_document
 from kestrl.storage.layout import MANIFEST, MODELS, model_folder
 from kestrl.storage.objects import ObjectStore
+from kestrl.storage.pinned import write_object
 
 CONFIG = "config.json"
+WEIGHTS = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz"}
+)
+"""Suffixes of files with weights, in any of the forms that a repository may have them in."""
 
 
 class ModelManifest(BaseModel):
@@ -93,13 +98,25 @@ def is_published(store: ObjectStore) -> bool:
     return isinstance(manifest, dict) and manifest.keys() >= {"base_model", "files", "sha256"}
 
 
-def fetch_model(store: ObjectStore, target: Path, folder: str = "") -> ModelManifest:
+def is_weights(name: str) -> bool:
+    """Whether a file of a model has its weights, which are nearly all of its bytes."""
+    return PurePosixPath(name).suffix in WEIGHTS
+
+
+def fetch_model(store: ObjectStore, target: Path, folder: str = "", *, weights: bool = True) -> ModelManifest:
     """Downloads a published model into a new local folder and verifies every digest; the folder appears only when
     complete.
+
+    Args:
+        store: The storage.
+        target: The local folder.
+        folder: Of the model in the storage.
+        weights: Whether its weights are downloaded, too.
 
     Raises:
         StorageError: A file is missing or a digest differs (code `digest_mismatch`).
     """
     manifest = read_model_manifest(store, folder)
-    fetch_files(store, manifest.files, target, folder)
+    files = {name: sha256 for name, sha256 in manifest.files.items() if weights or not is_weights(name)}
+    fetch_files(store, files, target, folder, download=write_object)
     return manifest

@@ -230,8 +230,15 @@ class ObjectStore:
 
     def size(self, path: str) -> int:
         """Bytes of an object. Raises as `get` does."""
+        return int(self._head(path)["size"])
+
+    def version(self, path: str) -> ObjectVersion:
+        """What identifies the present content of an object. Raises as `get` does."""
+        return _version(self._head(path))
+
+    def _head(self, path: str) -> Mapping[str, Any]:
         try:
-            return obstore.head(self._store, path)["size"]
+            return cast("Mapping[str, Any]", obstore.head(self._store, path))
         except FileNotFoundError as error:
             raise self._missing(path, error) from error
         except (BaseError, OSError) as error:

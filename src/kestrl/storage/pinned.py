@@ -79,13 +79,33 @@ def fetch_object(address: str, target: Path, *, opened: Callable[[str], ObjectSt
         opened: Opens the store at an address.
 
     Raises:
-        StorageError: It does not exist, or cannot be read.
+        StorageError: It does not exist, cannot be read, or was written again meanwhile.
         OSError: The disk is full.
     """
     place, _, name = address.rpartition("/")
-    content = opened(place).get(name)
+    store = opened(place)
     with _complete(target) as partial:
-        partial.write_bytes(content)
+        write_object(store, name, partial)
+
+
+def write_object(store: ObjectStore, name: str, target: Path) -> str:
+    """Writes an object of any size to a file, a part in memory at a time; returns its digest.
+
+    Raises:
+        StorageError: It does not exist, cannot be read, or was written again meanwhile (code `changed`).
+        OSError: The disk is full.
+    """
+    content, version, size = hashlib.sha256(), store.version(name), store.size(name)
+    with target.open("wb") as file:
+        for start in range(0, size, PART):
+            part = store.get_range(name, start, min(PART, size - start))
+            content.update(part)
+            file.write(part)
+    if store.version(name) != version:
+        raise StorageError(
+            f"{store.address(name)} was written again while it was downloaded", code="changed", retryable=True
+        )
+    return content.hexdigest()
 
 
 @contextmanager

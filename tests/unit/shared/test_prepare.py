@@ -6,13 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from tests.fakes.s3 import S3Server, serving_s3
 
 from kestrl._shared.prepare import DataSource, PrepareSettings, prepare
+from kestrl._shared.text.chat_model import load_model
 from kestrl.data import load_scenarios
 from kestrl.errors import StorageError, UserInputError
 from kestrl.storage import open_store
@@ -113,6 +117,43 @@ def test_a_model_of_sft_is_fetched_with_its_digests(tmp_path: Path, monkeypatch:
     (stored / "manifest.json").write_text('{"name": "of another program"}')
     prepare(settings(tmp_path / "another", model=address))
     assert (tmp_path / "another" / "model" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_worker_fetches_a_model_without_its_weights(
+    published: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrl._shared.prepare.OBJECT_SCHEMES", frozenset({"file"}))
+    store = open_store((tmp_path / "store").as_uri())
+    if published:
+        _, address = publish_model(store, tiny(), job="warm-up", step=3, base="demo://tiny")
+    else:
+        address = store.address("tiny")
+        for path in tiny().iterdir():
+            store.put(f"tiny/{path.name}", path.read_bytes())
+    prepare(settings(tmp_path, model=address, model_weights=False))
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {path.name for path in tiny().iterdir()} - {"model.safetensors"}
+    started = datetime(2026, 1, 1, tzinfo=UTC)
+    load_model(str(tmp_path / "model"), None, tools=True, started=started)  # all that a worker loads of it
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_repository_of_a_hub_is_asked_for_what_is_needed(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = ["config.json", "model-00001-of-00002.safetensors", "original/params.pth", "tokenizer.json"]
+
+    def download(name: str, *, local_dir: str, ignore_patterns: list[str] | None) -> None:
+        """What the hub's client does with the patterns."""
+        for path in filter_repo_objects(repository, ignore_patterns=ignore_patterns):
+            (Path(local_dir) / path).parent.mkdir(parents=True, exist_ok=True)
+            (Path(local_dir) / path).write_text("{}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    prepare(settings(tmp_path, model="hf://org/model", model_weights=weights))
+    present = {str(path.relative_to(tmp_path / "model")) for path in (tmp_path / "model").rglob("*") if path.is_file()}
+    assert present == (set(repository) if weights else {"config.json", "tokenizer.json"})
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from kestrl._shared.prepare import FileSource, PrepareSettings, prepare
 from kestrl._shared.spec import AgentRLJob, parse_job
 from kestrl._shared.spec.scalars import PinnedFile
 from kestrl.errors import StorageError, UserInputError
-from kestrl.storage import open_store
-from kestrl.storage.pinned import PART, Download, fetch, fetch_object
+from kestrl.storage import open_store, pinned
+from kestrl.storage.pinned import PART, Download, fetch, fetch_object, write_object
 
 CONTENT = b"mail " * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -197,3 +197,35 @@ def test_an_object_takes_the_place_of_a_file_or_leaves_it_as_it_is(tmp_path: Pat
     with pytest.raises(OSError, match="folder"):
         fetch_object(address, folder, opened=open_store)
     assert sorted(path.name for path in target.parent.iterdir()) == ["folder", "rows.jsonl"]
+
+
+def test_an_object_is_written_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "PART", 4)
+    store, parts = open_store((tmp_path / "bucket").as_uri()), list[int]()
+    read = store.get_range
+    monkeypatch.setattr(store, "get_range", lambda *span: (parts.append(span[2]), read(*span))[1])
+    for content in (b"0123456789", b"01234567", b""):
+        store.put("shard", content)
+        assert write_object(store, "shard", tmp_path / "shard") == hashlib.sha256(content).hexdigest()
+        assert (tmp_path / "shard").read_bytes() == content
+    assert parts == [4, 4, 2, 4, 4], "no request and no buffer has all of it"
+
+
+def test_an_object_that_is_written_again_meanwhile_is_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "PART", 4)
+    store = open_store((tmp_path / "bucket").as_uri())
+    store.put("shard", b"firstfirst")
+    read = store.get_range
+
+    def overwritten(path: str, start: int, length: int) -> bytes:
+        part = read(path, start, length)
+        store.put("shard", b"secondsecond")
+        return part
+
+    monkeypatch.setattr(store, "get_range", overwritten)
+    with pytest.raises(StorageError, match="was written again while it was downloaded") as raised:
+        fetch_object(store.address("shard"), tmp_path / "out" / "shard", opened=lambda _: store)
+    assert raised.value.retryable
+    assert list((tmp_path / "out").iterdir()) == []

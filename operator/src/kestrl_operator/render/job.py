@@ -234,6 +234,7 @@ def preparation(job: AgentRLJob, role: Role) -> PrepareSettings:
     return PrepareSettings(
         model=None if role in {Role.TOOLS, Role.JUDGE} else spec.model.base,
         model_target=MODEL,
+        model_weights=role is not Role.ROLLOUT,
         data=data if role is Role.LEARNER else local_sources if role is Role.TOOLS else (),
         data_dir=DATA,
         seed=spec.data.seed,

@@ -480,6 +480,7 @@ def test_pods_prepare_what_they_need() -> None:
     }
     assert needs["prepare-inference.json"].model == "demo://tiny"
     assert needs["prepare-inference.json"].data == ()
+    assert {name for name, need in needs.items() if need.model and not need.model_weights} == {"prepare-rollout.json"}
     assert needs["prepare-tools.json"].model is None
     assert [item.target for item in needs["prepare-tools.json"].data] == [
         "/kestrl/data/train.jsonl",

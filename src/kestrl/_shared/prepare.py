@@ -188,12 +188,27 @@ def check_reach(uri: str, field: str) -> None:
         )
 
 
+def check_model(uri: str) -> None:
+    """Checks by the address alone that pods can reach a model. An absolute path may be one of their image.
+
+    Raises:
+        UserInputError: It is a path of the machine that the manifest was written on.
+    """
+    if not scheme_of(uri) and not uri.startswith("/"):
+        raise UserInputError(
+            f"spec.model.base: {uri!r} is a local path, which does not exist on a cluster; use hf://ORG/NAME, "
+            "s3://..., pvc://CLAIM/PATH or demo://NAME"
+        )
+
+
 def check_addresses(settings: PrepareSettings) -> None:
-    """Checks by their addresses alone that pods can reach data and template.
+    """Checks by their addresses alone that pods can reach model, data and template.
 
     Raises:
         UserInputError: A path of the machine that the manifest was written on; the message names the field.
     """
+    if settings.model is not None:
+        check_model(settings.model)
     for source in settings.data:
         check_reach(source.uri, source.field)
     if settings.template is not None:

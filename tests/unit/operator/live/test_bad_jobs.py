@@ -21,8 +21,15 @@ PATCHED = [{"role": "tools", "template": {"spec": {"serviceAccountName": "admin"
             {"data": {"train": {"uri": "train.jsonl"}}},
             ["spec.data.train.uri", "'train.jsonl' is a local path", "s3://"],
         ),
+        ({"model": {"base": "my-model"}}, ["spec.model.base", "'my-model' is a local path", "hf://ORG/NAME"]),
     ],
-    ids=["unknown profile", "a patch of a reserved field", "storage of one machine", "data of one machine"],
+    ids=[
+        "unknown profile",
+        "a patch of a reserved field",
+        "storage of one machine",
+        "data of one machine",
+        "a model of one machine",
+    ],
 )
 async def test_errors_found_by_the_operator_name_the_field_and_the_fix(
     stage: Stage, spec: dict[str, Any], words: list[str]

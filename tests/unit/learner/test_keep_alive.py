@@ -32,11 +32,11 @@ from kestrl._shared.rpc.codec import run_phase_from_proto
 from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, PlaceError, UserInputError
-from kestrl_learner import run_resources
 from kestrl_learner.__main__ import work
 from kestrl_learner.model import adapters
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.run import LearnerRun
+from kestrl_learner.store import data_sets
 
 pytestmark = pytest.mark.usefixtures("quick")
 health_grpc: Any = import_module("grpc_health.v1.health_pb2_grpc")
@@ -214,13 +214,13 @@ async def test_without_keep_alive_a_run_that_cannot_begin_ends_the_program(stage
 
 
 async def test_while_data_is_read_it_says_that_it_starts(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, go_on = run_resources.load_scenarios, threading.Event()
+    read, go_on = data_sets.load_scenarios, threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
         assert go_on.wait(20)
         return read(*args, **options)
 
-    monkeypatch.setattr(run_resources, "load_scenarios", slow)
+    monkeypatch.setattr(data_sets, "load_scenarios", slow)
     async with staged() as stage:
         try:
             async with kept_alive(stage.but(max_steps=1)) as watcher:

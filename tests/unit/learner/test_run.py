@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,9 +14,12 @@ import pytest
 from tests.unit.learner.fakes import DECOUPLED, make_policy, until
 
 from kestrl._shared.backoff import Backoff
+from kestrl._shared.plan.settings.common import DataSettings
 from kestrl._shared.spec.algorithms import PRESETS
 from kestrl.episode import UNSCORED, CallOutcome, Group, Purpose, StopReason, ToolCall
 from kestrl.errors import Boundary, EngineFailure, Failure, KestrlError, UserInputError
+from kestrl.runstate.events import ActivityNoted
+from kestrl.runstate.stored import read_events
 from kestrl.storage import open_store
 from kestrl.storage.episodes import GroupOutcome, ObjectEpisodeStore, StoredGroup
 from kestrl.storage.files import digest
@@ -610,6 +614,30 @@ async def test_rows_that_would_leave_the_jobs_agent_are_refused_by_row_and_field
         read = stage.settings.data.model_copy(update={"path": str(data), "size": None, "runner": "agent.url"})
         with pytest.raises(UserInputError, match=r"loops.jsonl:2: agent_name: 'single_turn' .* by agent.url"):
             await train(stage.but(data=read))
+
+
+async def test_a_task_that_is_trained_on_and_held_out_is_reported(
+    staged: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write_rows(data: DataSettings, seed: int) -> None:
+        rows = [{"id": f"sum-{seed}-{row}", "question": "?", "digest": str(seed + row)} for row in range(3)]
+        Path(data.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    report = "data.validation: 2 of 3 rows have a task of data.train, such as 'sum-43-0', which is that of 'sum-42-1'"
+    async with staged() as stage:
+        write_rows(stage.settings.data, 42)
+        write_rows(stage.settings.validation, 43)
+        await train(stage.but(max_steps=1, held_out_apart=True))
+        assert report in caplog.text
+        assert stage.summary["status"] == "succeeded"
+        events = [entry.event for entry in read_events(open_store(stage.settings.storage))]
+        assert [event for event in events if isinstance(event, ActivityNoted) and event.message.startswith(report)]
+
+
+async def test_a_data_set_that_is_named_twice_is_not_reported(staged: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with staged() as stage:
+        await train(stage.but(max_steps=1, validation=stage.settings.data))
+        assert "data.validation" not in caplog.text
 
 
 async def test_an_overlong_row_is_skipped_and_counted(staged: Any) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import Any
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
-from kestrl.data import load_scenarios
-from kestrl.episode import PolicyVersion, Scenario
+from kestrl.episode import PolicyVersion
 from kestrl.errors import UserInputError
 from kestrl.metric_sinks import RunStart
 from kestrl.runstate.events import (
@@ -35,26 +33,13 @@ from kestrl_learner.ledger.schedule import total_steps
 from kestrl_learner.model import adapters
 from kestrl_learner.model.adapters import AdapterSource
 from kestrl_learner.progress.progress import Progress
+from kestrl_learner.store.data_sets import read_data_sets
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
 from kestrl_learner.store.records import format_means, identity_digest
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import RunStore
 
-if TYPE_CHECKING:
-    from kestrl._shared.plan.settings.common import DataSettings
-
 log = logging.getLogger(__name__)
-
-
-def _scenarios(data: DataSettings) -> list[Scenario]:
-    """The scenarios of a data set.
-
-    Raises:
-        UserInputError: A row is invalid, or names a loop in a job whose agent is outside of the worker.
-    """
-    return load_scenarios(
-        Path(data.path), size=data.size, promptless=data.promptless, runner=data.runner, loops=data.loops
-    )
 
 
 class RunResources:
@@ -68,9 +53,9 @@ class RunResources:
         """
         self.settings, self.progress, self.drain, self.store = settings, progress, drain, store
         self.episodes = ObjectEpisodeStore(store, settings.run)
-        data, validation = settings.data, settings.validation
-        self.scenarios = _scenarios(data)
-        self.validation: Sequence[Scenario] = () if validation is None else _scenarios(validation)
+        self.scenarios, self.validation, report = read_data_sets(settings)
+        if report:
+            progress.emit_soon(ActivityNoted(message=report))
         self.steps = total_steps(
             len(self.scenarios), settings.epochs, settings.algorithm.groups_per_step, settings.max_steps
         )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from kestrl._app.downloads import present_files
 from kestrl._app.interpreters.agents import agent_python
-from kestrl._app.local.findings import Findings, few, unknown_tools, without_ground_truth
+from kestrl._app.local.findings import Findings, few, tasks_of_both, unknown_tools, without_ground_truth
 from kestrl._app.local.secrets import Secrets
 from kestrl._app.local.site import engine_warnings, interpreter_of, local_path, planned_settings
 from kestrl._shared.checking import Report, RewardsCheck, RolloutCheck, ToolsCheck, ask
@@ -116,6 +116,8 @@ class _Check:
                 findings.problems += few(unknown_tools(data_rows, names))
             findings.problems += few(without_ground_truth(data_rows, [reward.rule for reward in spec.rewards]))
         self._step_can_be_filled(rows.get("train", ()), 0)
+        if spec.data.held_out_apart:
+            findings.warnings += tasks_of_both(rows.get("train", ()), rows.get("validation", ()))
         rollout = settings[Role.ROLLOUT]
         assert isinstance(rollout, RolloutSettings)
         has_interpreter = spec.agent.python is None or self._agent_python is not None

@@ -10,6 +10,7 @@ from kestrl._shared.spec.agent import Agent
 from kestrl.agents.registry import BUILT_IN as LOOPS
 from kestrl.agents.registry import VERL_NAMES
 from kestrl.data.rows import DataRow
+from kestrl.data.shared_tasks import shared_tasks
 from kestrl.errors import SeveralProblems
 from kestrl.rewards.registry import BUILT_IN as REWARDS
 
@@ -87,3 +88,11 @@ def without_ground_truth(rows: Sequence[DataRow], rules: Sequence[str | None]) -
     for row in rows:
         if comparing is not None and row.scenario.ground_truth is None:
             yield f"{row.place}: ground_truth: is null or missing, and the reward {comparing} compares with it"
+
+
+def tasks_of_both(training: Sequence[DataRow], held_out: Sequence[DataRow]) -> Iterator[str]:
+    """A warning for tasks that are in both data sets."""
+    shared = shared_tasks([row.scenario for row in training], [row.scenario for row in held_out])
+    if shared is not None:
+        places = held_out[shared.held_out.ordinal].place, training[shared.training.ordinal].place
+        yield f"spec.{shared.message(len(held_out), *places)}"

@@ -324,6 +324,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "adapter_from": spec.model.adapter.from_,
             "data": _data(site.train, data, spec),
             "validation": _data(site.validation, validation, spec) if validation and site.validation else None,
+            "held_out_apart": spec.data.held_out_apart,
             "evaluation": evaluation_sampling(spec),
             "seed": spec.data.seed,
             "epochs": spec.schedule.epochs,

@@ -109,6 +109,11 @@ class Data(Model):
     """Files that tools read. On a cluster they are fetched into a volume, which tools mount read-only."""
 
     @property
+    def held_out_apart(self) -> bool:
+        """Whether the validation data are another data set than the training data: one that is named twice is meant."""
+        return self.validation is not None and self.validation.uri != self.train.uri
+
+    @property
     def files_gib(self) -> int:
         """GiB of a volume that holds the files."""
         return math.ceil(SPARE * sum(file.most_bytes for file in self.files) / 2**30)

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -408,6 +409,19 @@ def test_overlong_rows_are_counted_and_a_set_of_nothing_else_refused(project: Pr
     project.rows = project.rows[2:3]
     project.spec["algorithm"] = {"groupsPerStep": 1}
     assert "1 of 1 train rows do not fit" in project.refused()
+
+
+def test_a_task_that_is_trained_on_and_held_out_is_a_warning(project: Project) -> None:
+    held_out = [{"id": f"held-{number}", "question": f"{number}?", "ground_truth": str(number)} for number in (9, 6, 7)]
+    (project.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    project.spec["data"]["validation"] = {"uri": "held.jsonl"}
+    printed = whole_text(project.valid())
+    assert "warning: spec.data.validation: 2 of 3 rows have a task of data.train, such as" in printed
+    assert re.search(r"such as \S+/held.jsonl:2, which is that of \S+/train.jsonl:7; .* seeds", printed)
+    (project.folder / "held.jsonl").write_text(json.dumps(held_out[0]))
+    assert "warning" not in project.valid()
+    project.spec["data"]["validation"] = {"uri": "train.jsonl"}
+    assert "warning" not in project.valid(), "the manifest names one data set for both"
 
 
 def test_tools_that_the_template_does_not_render_are_refused(project: Project) -> None:

@@ -394,3 +394,14 @@ def test_on_one_machine_all_ranks_are_processes_of_the_learner() -> None:
     assert (learner.settings.ranks, learner.settings.pods, learner.settings.ranks_listen) == (8, 1, None)
     assert learner.device.count == 8
     assert "ranks-0" not in components
+
+
+def test_a_data_set_that_is_named_twice_is_meant_to_be() -> None:
+    def held_out_apart(*overrides: str) -> bool:
+        learner = next(each for each in plan(job_with(*overrides), SITE) if each.role is Role.LEARNER)
+        assert isinstance(learner.settings, LearnerSettings)
+        return learner.settings.held_out_apart
+
+    assert held_out_apart()
+    assert not held_out_apart("data.validation.uri=train.jsonl", "data.validation.size=8")
+    assert not held_out_apart("data.validation=null")

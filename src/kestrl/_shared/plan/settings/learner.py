@@ -111,6 +111,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """If set: evaluate this once on the validation data and end, without training or publishing."""
     data: DataSettings
     validation: DataSettings | None
+    held_out_apart: bool = False
+    """Whether the manifest names another data set for validation than for training: then tasks of both are reported."""
     evaluation: EvaluationSampling = GREEDY
     """How the validation data are evaluated."""
     epochs: int

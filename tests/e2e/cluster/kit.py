@@ -9,6 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.go import go, path_with_go
+
 from .commands import run
 
 SOURCES = Path(__file__).parents[1] / "kit"
@@ -49,20 +51,25 @@ def find_kit() -> Kit | None:
 
 def build_kit() -> Kit:
     """The kit, built if necessary: that takes eleven to sixteen minutes, with progress on standard error."""
-    printed = subprocess.run([SOURCES / "build"], check=True, stdout=subprocess.PIPE, text=True)
-    return Kit(Path(printed.stdout.strip()))
+    return Kit(_built(SOURCES / "build"))
+
+
+def _built(script: Path) -> Path:
+    """The folder that a script of this module prints, once it has built what is missing with Go."""
+    environment = {**os.environ, "PATH": path_with_go()}
+    printed = subprocess.run([script], check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return Path(printed.stdout.strip())
 
 
 def module_folder(module: str, sources: Path = SOURCES) -> Path:
     """The folder of a Go module that a module of ours requires, downloaded if necessary."""
-    output = json.loads(run("go", "-C", sources, "mod", "download", "-json", module, seconds=300))
+    output = json.loads(run(go(), "-C", sources, "mod", "download", "-json", module, seconds=300))
     return Path(output["Dir"])
 
 
 def build_kueue() -> Path:
     """Kueue's manager, built if necessary: that takes five minutes after the kit, with progress on standard error."""
-    printed = subprocess.run([KUEUE / "build"], check=True, stdout=subprocess.PIPE, text=True)
-    return Path(printed.stdout.strip()) / "kueue"
+    return _built(KUEUE / "build") / "kueue"
 
 
 def kueue_folder() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Generator
@@ -18,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from tests.fakes.collector import Collector, collecting
 from tests.fakes.ports import free_port
 from tests.fakes.tail_sampling import tail_sampling
+from tests.go import find_go
 
 import kestrl._shared.telemetry
 from kestrl._shared.telemetry import ids_of, span, within
@@ -41,9 +41,9 @@ class ToolFailed(KestrlError):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The collector."""
-    go = shutil.which("go")
+    go = find_go()
     if go is None:
-        pytest.skip("there is no go on the PATH")
+        pytest.skip("there is no go: make kit installs one")
     built = tmp_path_factory.mktemp("otelcol") / "otelcol"
     subprocess.run([go, "build", "-mod=readonly", "-o", built, "."], cwd=OTELCOL, check=True)
     return built

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from tests.go import find_go
 from tests.unit.operator.samples import NOW
 from tests.unit.operator.status.test_columns import LINES, TRAINED, written
 
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]  # it
 
 
 def test_kstatus_agrees() -> None:
-    go = shutil.which("go")
+    go = find_go()
     if go is None:
-        pytest.skip("there is no go on the PATH")
+        pytest.skip("there is no go: make kit installs one")
     quarantined = with_failure(TRAINED, "it killed an operator", generation=3, now=NOW, reason=QUARANTINED)
     statuses = [({"observedGeneration": -1}, "InProgress"), (quarantined, "Failed")]
     statuses += [(written(line), line.verdict) for line in LINES]

@@ -2,8 +2,8 @@
 
 The source is values.yaml. The comment above a key is its description. The type is that of the value, or given in a
 comment line: `@type string or null`, `@type list of object`, `@type map of quantity`, `@enum Always, Never`, `@min 1`.
-Values with a given type are not inspected. The section `jobs` has the types of `kestrl_operator.state.cluster.Cluster`,
-which reads it.
+Values with a given type are not inspected. The section `jobs` has the types of
+`kestrl_operator.state.chart_values.Cluster`, which reads it.
 
 With `--check` it reports committed files that are stale.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import Cluster
+from kestrl_operator.state.chart_values import Cluster
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "kestrl"
@@ -192,7 +192,7 @@ def describe(value: Value, schema: Schema, shared: Mapping[str, Schema]) -> None
     known, documented = target["properties"], {item.name: item for item in value.inner}
     if known.keys() != documented.keys():
         differ = ", ".join(f"{value.path}.{name}" for name in sorted(known.keys() ^ documented.keys()))
-        raise ValuesError(f"values.yaml and kestrl_operator.state.cluster do not have the same keys: {differ}")
+        raise ValuesError(f"values.yaml and kestrl_operator.state.chart_values do not have the same keys: {differ}")
     for name, item in documented.items():
         describe(item, known[name], shared)
 

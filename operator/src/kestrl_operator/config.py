@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_camel
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.safe_yaml import read as read_yaml
 from kestrl.errors import UserInputError
-from kestrl_operator.state.cluster import Cluster, read_cluster
+from kestrl_operator.state.chart_values import Cluster, read_cluster
 
 SHORTEST_KEY = 16
 

@@ -18,7 +18,7 @@ from kestrl._shared.telemetry.names import Instrument, Metric
 from kestrl_operator.config import read_config
 from kestrl_operator.preflight import needed
 from kestrl_operator.render.network import OPERATOR
-from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.chart_values import read_cluster
 from kestrl_operator.status import conditions
 
 from .conftest import CHART, PROMETHEUS, Helm, Rendered

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from kestrl._shared.spec import read_job
-from kestrl_operator.state.cluster import Cluster, read_cluster
+from kestrl_operator.state.chart_values import Cluster, read_cluster
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "kestrl"

@@ -20,7 +20,8 @@ from kestrl._shared.telemetry.names import Instrument, Metric
 from kestrl_operator.render import Given, network, render
 from kestrl_operator.render.patching import RESERVED_FIELDS
 from kestrl_operator.state.accelerators import BUILT_IN, Profile
-from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, Cluster, read_cluster, site_of
+from kestrl_operator.state.chart_values import Cluster, read_cluster
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, site_of
 from kestrl_operator.status.conditions import REASONS, Type
 from kestrl_operator.status.lifecycle import backoff
 from kestrl_operator.watch.streams import settings

@@ -19,7 +19,7 @@ import yaml
 from tests.unit.docs.kubernetes_page import ELSEWHERE, HERE, PAGE, ROOT, commands, section
 
 from kestrl._shared.spec import read_job
-from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.chart_values import read_cluster
 
 CHART = ROOT / "charts" / "kestrl"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())

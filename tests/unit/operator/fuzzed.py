@@ -22,7 +22,7 @@ from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.controllers.reconcile import Reconciler
 from kestrl_operator.events import Events
 from kestrl_operator.operator import Operator  # everything that the operator loads
-from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.chart_values import read_cluster
 from kestrl_operator.state.store import Store
 from kestrl_operator.work.work_record import WorkRecord
 

@@ -9,7 +9,8 @@ from tests.unit.operator.samples import job
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.planning import plan
 from kestrl_operator.render import Given, render
-from kestrl_operator.state.cluster import read_cluster, site_of
+from kestrl_operator.state.chart_values import read_cluster
+from kestrl_operator.state.cluster import site_of
 
 VALUES: dict[str, Any] = {
     "images": {

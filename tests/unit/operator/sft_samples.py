@@ -9,7 +9,7 @@ from tests.unit.operator.rendering import VALUES
 
 from kestrl_operator.controllers.sft_manifests import NO_LABELS, SFTManifests
 from kestrl_operator.render.pods import Object
-from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.chart_values import read_cluster
 from kestrl_operator.state.jobs import Key
 
 NAME, NAMESPACE, UID = "warm-up", "team-a", "5f000000-0000-4000-8000-000000000001"

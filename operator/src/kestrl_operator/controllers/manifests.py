@@ -19,7 +19,8 @@ from kestrl_operator.render.job import preparation
 from kestrl_operator.render.quota import quota_request
 from kestrl_operator.state.accelerators import Node, Placement, unsatisfiable
 from kestrl_operator.state.admission import QuotaRequest
-from kestrl_operator.state.cluster import Cluster, LearnerState, identity_of, placed_file, site_of, storage_of
+from kestrl_operator.state.chart_values import Cluster, LearnerState
+from kestrl_operator.state.cluster import identity_of, placed_file, site_of, storage_of
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import ACCEPTED, STATE, STORAGE
 from kestrl_operator.status.lifecycle import Decision, Stage

@@ -27,7 +27,7 @@ from kestrl_operator.controllers.observer import Observer
 from kestrl_operator.controllers.status_writer import StatusWriter
 from kestrl_operator.credentials import derive
 from kestrl_operator.events import Events
-from kestrl_operator.state.cluster import GRPC_PORT, Cluster, workload
+from kestrl_operator.state.cluster import GRPC_PORT, workload
 from kestrl_operator.state.snapshot import Snapshot, seconds_of
 from kestrl_operator.state.store import OwnedObject, Store
 from kestrl_operator.status.build import status_of
@@ -37,6 +37,7 @@ from kestrl_operator.work import quarantine
 from kestrl_operator.work.work_record import WorkRecord
 
 if TYPE_CHECKING:
+    from kestrl_operator.state.chart_values import Cluster
     from kestrl_operator.state.jobs import Key
 
 log = logging.getLogger(__name__)

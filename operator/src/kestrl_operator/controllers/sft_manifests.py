@@ -10,7 +10,8 @@ from kestrl._shared.spec.sft import SFTJob, parse_sft_job
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.admission import PRIORITY_LABEL
-from kestrl_operator.state.cluster import Cluster, identity_of, storage_of
+from kestrl_operator.state.chart_values import Cluster
+from kestrl_operator.state.cluster import identity_of, storage_of
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import QUEUE_LABEL
 

@@ -23,7 +23,7 @@ from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name
 from kestrl_operator.state.accelerators import Node
 from kestrl_operator.state.admission import JOB_UID_LABEL, WorkloadAdmission, absent_priority_class, admission_of
-from kestrl_operator.state.cluster import Cluster
+from kestrl_operator.state.chart_values import Cluster
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.sft import SFT_LABEL, BatchJob, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
 from kestrl_operator.state.snapshot import QUEUE_LABEL

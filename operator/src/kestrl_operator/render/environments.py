@@ -14,7 +14,8 @@ from kestrl._shared.plan.environments import LAUNCHER, stepped_environment
 from kestrl._shared.spec.job import JobSpec
 from kestrl_operator.render.pods import CONTAINER_SECURITY, Object
 from kestrl_operator.render.resources import resources_of
-from kestrl_operator.state.cluster import HOME, PACKAGES, Cluster
+from kestrl_operator.state.chart_values import Cluster
+from kestrl_operator.state.cluster import HOME, PACKAGES
 
 CONTAINER = "environment"
 PACKAGED = ("kestrl", "kestrl_tools")

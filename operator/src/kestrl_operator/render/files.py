@@ -13,7 +13,8 @@ from kestrl._shared.prepare import FileSource
 from kestrl._shared.spec.job import AgentRLJob, DataFile, JobSpec
 from kestrl._shared.spec.scalars import PinnedFile
 from kestrl_operator.render import network
-from kestrl_operator.state.cluster import FILES, Cluster, placed_file, workload
+from kestrl_operator.state.chart_values import Cluster
+from kestrl_operator.state.cluster import FILES, placed_file, workload
 
 Object = dict[str, Any]
 VOLUME = "files"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kestrl_operator.state.cluster import ServiceAccount
+from kestrl_operator.state.chart_values import ServiceAccount
 
 Object = dict[str, Any]
 SKIPPED: Mapping[str, str] = {

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import ParseResult, urlparse
 
 from kestrl._shared.plan.agents import pods_image
@@ -41,8 +42,6 @@ from kestrl_operator.state.cluster import (
     DATA,
     MODEL,
     PACKAGES,
-    Cluster,
-    ServiceAccount,
     engines_moved,
     prepared,
     replicas,
@@ -60,6 +59,9 @@ from kestrl_operator.state.snapshot import (
     STORAGE,
     UID_LABEL,
 )
+
+if TYPE_CHECKING:
+    from kestrl_operator.state.chart_values import Cluster, ServiceAccount
 
 SETTINGS_DIGEST = "kestrl.dev/settings"
 CREDENTIALS_DIGEST = "kestrl.dev/credentials"

@@ -17,7 +17,8 @@ from kestrl._shared.plan.tools import sandbox_claim, tool_servers
 from kestrl._shared.plan.tracking import tracking_servers
 from kestrl._shared.spec import JobSpec
 from kestrl.errors import UserInputError
-from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, ApiServer, workload
+from kestrl_operator.state.chart_values import ApiServer
+from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, workload
 
 Object = dict[str, Any]
 ROLES = (

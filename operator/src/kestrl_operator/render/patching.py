@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from kestrl.errors import UserInputError
-from kestrl_operator.state.cluster import RESERVED_PREFIXES
+from kestrl_operator.state.chart_values import RESERVED_PREFIXES
 
 Object = dict[str, Any]
 MERGE_KEYS: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.cluster import PodDefaults, Variable
+from kestrl_operator.state.chart_values import PodDefaults, Variable
 
 Object = dict[str, Any]
 USERS = frozenset({"agent", "environment"})

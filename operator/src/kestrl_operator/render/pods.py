@@ -16,7 +16,8 @@ from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.commands import command
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import HostMount, Profile
-from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK, Cluster
+from kestrl_operator.state.chart_values import Cluster
+from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK
 
 Object = dict[str, Any]
 USER = 10001

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kestrl_operator.state.accelerators import quantity
-from kestrl_operator.state.cluster import PREPARE, Cluster
+from kestrl_operator.state.chart_values import Cluster
+from kestrl_operator.state.cluster import PREPARE
 
 Object = dict[str, Any]
 DEFAULTS: Mapping[str, Mapping[str, str]] = {

@@ -33,7 +33,8 @@ from kestrl_operator.render.pods import (
 )
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
-from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, Cluster, ServiceAccount, prepared
+from kestrl_operator.state.chart_values import Cluster, ServiceAccount
+from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, prepared
 from kestrl_operator.state.sft import CONTAINER, SFT_LABEL
 from kestrl_operator.state.snapshot import STORAGE, UID_LABEL
 

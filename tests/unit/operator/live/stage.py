@@ -32,7 +32,8 @@ from kestrl_operator.config import LeaseSettings, OperatorConfig
 from kestrl_operator.controllers.learner_stream import LearnerStream
 from kestrl_operator.credentials import derive
 from kestrl_operator.operator import Operator
-from kestrl_operator.state.cluster import GRPC_PORT, read_cluster
+from kestrl_operator.state.chart_values import read_cluster
+from kestrl_operator.state.cluster import GRPC_PORT
 from kestrl_operator.watch.streams import WATCHED
 
 Object = dict[str, Any]

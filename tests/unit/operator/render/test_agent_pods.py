@@ -13,7 +13,7 @@ from kestrl._shared.plan.agents import AGENT_PORT, GATEWAY_PORT
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
 from kestrl_operator.render import render
-from kestrl_operator.state.cluster import read_cluster
+from kestrl_operator.state.chart_values import read_cluster
 from kestrl_operator.state.jobs import Key
 
 AGENT, ROLLOUT = "email-search-agent", "email-search-rollout"

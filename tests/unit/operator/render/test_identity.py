@@ -14,7 +14,8 @@ from tests.unit.operator.sft_samples import sft_rendered
 from kestrl._shared.plan.servers import METADATA
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
-from kestrl_operator.state.cluster import ServiceAccount, identity_of, read_cluster, storage_of
+from kestrl_operator.state.chart_values import ServiceAccount, read_cluster
+from kestrl_operator.state.cluster import identity_of, storage_of
 from kestrl_operator.state.jobs import Key
 
 NAMED = "storage.serviceAccount=training"

@@ -14,7 +14,8 @@ from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.settings.learner import RanksSettings
 from kestrl.errors import UserInputError
 from kestrl_operator.controllers.manifests import Manifests
-from kestrl_operator.state.cluster import RANKS_PORT, read_cluster
+from kestrl_operator.state.chart_values import read_cluster
+from kestrl_operator.state.cluster import RANKS_PORT
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Pod, Snapshot
 from kestrl_operator.status.build import status_of

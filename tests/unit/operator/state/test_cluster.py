@@ -15,7 +15,8 @@ from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.plan.settings.rollout import RolloutSettings
 from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl.errors import UserInputError
-from kestrl_operator.state.cluster import Cluster, read_cluster, site_of, storage_of
+from kestrl_operator.state.chart_values import Cluster, read_cluster
+from kestrl_operator.state.cluster import site_of, storage_of
 
 QUICKSTART = Path(__file__).parents[4] / "examples" / "email-search" / "quickstart.yaml"
 VALUES: dict[str, Any] = {

@@ -10,14 +10,20 @@ from typing import Any
 from kestrl._shared.plan.components import Component, Role, SecretKey
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE, POD_UID_VARIABLE, REPLICA_VARIABLE
 from kestrl._shared.plan.settings.tools import ToolsSettings
-from kestrl._shared.prepare import PrepareSettings
-from kestrl._shared.user_secrets import FOLDER_VARIABLE as USER_SECRETS_VARIABLE
-from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.commands import command
 from kestrl_operator.render.resources import resources_of
-from kestrl_operator.state.accelerators import HostMount, Profile
+from kestrl_operator.render.volumes import (
+    claimed,
+    mounts,
+    storage_volumes,
+    user_secret_volumes,
+    volumes,
+    with_storage,
+    with_user_secrets,
+)
+from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.chart_values import Cluster
-from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS, STATE, WORK
+from kestrl_operator.state.cluster import HOME, PREPARE, SETTINGS
 
 Object = dict[str, Any]
 USER = 10001
@@ -37,14 +43,9 @@ CONTAINER_SECURITY: Object = {
 """With `POD_SECURITY`, what Pod Security "restricted" requires, and a read-only root file system."""
 START_SECONDS = 1200
 """Seconds in which an engine loads a large model before its start counts as failed."""
-CLAIMS = PrepareSettings().volumes
 CLAIMS_ACCOUNT = "kestrl-sandbox-claims"
 """ServiceAccount of the tool pods of jobs that claim sandboxes. The owner of the warm pool makes it, with its Role, so
 that the operator needs no right to grant rights, and a job cannot choose another account."""
-STORAGE_SECRET = "/kestrl-secrets/storage"  # noqa: S105 - a folder
-"""Folder of the storage's Secret in containers that use storage."""
-USER_SECRETS = "/kestrl-secrets/user"
-"""Folder of the entries of the user's Secrets that a container needs."""
 DEVICE_ROLES = (Role.INFERENCE, Role.LEARNER, Role.RANKS)
 """Roles whose pods may have devices."""
 STORAGE_ROLES = frozenset({Role.LEARNER, Role.RANKS, Role.INFERENCE, Role.MLFLOW})
@@ -157,52 +158,6 @@ def from_secret(name: str | None) -> Object:
     return {} if name is None else {"envFrom": [{"secretRef": {"name": name}}]}
 
 
-def with_storage(container: Object, store: str | None) -> Object:
-    """A container that reads the storage's Secret from files, in which the kubelet follows every change of it."""
-    if store is None:
-        return container
-    folder = {"name": FOLDER_VARIABLE, "value": STORAGE_SECRET}
-    mounted = {"name": "storage-secret", "mountPath": STORAGE_SECRET, "readOnly": True}
-    return {
-        **container,
-        "env": [*container["env"], folder],
-        "volumeMounts": [*container["volumeMounts"], mounted],
-    }
-
-
-def with_user_secrets(container: Object) -> Object:
-    """A container that reads its entries of the user's Secrets from files, too, in which the kubelet follows changes. A
-    missing Secret is reported by the variables.
-    """
-    folder = {"name": USER_SECRETS_VARIABLE, "value": USER_SECRETS}
-    mounted = {"name": "user-secrets", "mountPath": USER_SECRETS, "readOnly": True}
-    return {
-        **container,
-        "env": [*container["env"], folder],
-        "volumeMounts": [*container["volumeMounts"], mounted],
-    }
-
-
-def user_secret_volumes(entries: Mapping[str, SecretKey]) -> list[Object]:
-    """The volume of `with_user_secrets`: each entry as a file with the name of its variable."""
-    if not entries:
-        return []
-    sources = [
-        {"secret": {"name": entry.secret, "items": [{"key": entry.key, "path": variable}], "optional": True}}
-        for variable, entry in entries.items()
-    ]
-    return [{"name": "user-secrets", "projected": {"sources": sources, "defaultMode": 0o440}}]
-
-
-def storage_volumes(store: str | None) -> list[Object]:
-    """The volume of `with_storage`. A Secret that does not exist is reported of the container `prepare`, which has it
-    as variables: of a volume it would be in events alone.
-    """
-    if store is None:
-        return []
-    return [{"name": "storage-secret", "secret": {"secretName": store, "optional": True, "defaultMode": 0o440}}]
-
-
 def _from_field(name: str, path: str) -> Object:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -222,73 +177,6 @@ def probes(component: Component) -> Object:
         "readinessProbe": {**handler, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2},
         "livenessProbe": {**handler, "periodSeconds": 20, "timeoutSeconds": 10, "failureThreshold": 6},
     }
-
-
-def claimed(claims: Sequence[str]) -> list[Object]:
-    """Mounts of the claims that the manifest's pvc:// addresses name."""
-    return [{"name": f"claim-{claim}", "mountPath": f"{CLAIMS}/{claim}", "readOnly": True} for claim in claims]
-
-
-def mounts(role: Role, profile: Profile) -> list[Object]:
-    """The mounts of a container."""
-    read_only = role is Role.AGENT  # what the init container has put there is not the user's to change
-    inside = [("settings", SETTINGS, True), ("home", HOME, read_only), ("tmp", "/tmp", False)]  # noqa: S108
-    if role in {Role.ENGINE, Role.INFERENCE}:
-        inside.append(("work", WORK, False))
-    if role is Role.LEARNER:
-        inside.append(("state", STATE, False))
-    volume_mounts: list[Object] = [
-        {"name": name, "mountPath": path, **({"readOnly": True} if fixed else {})} for name, path, fixed in inside
-    ]
-    return (
-        [*volume_mounts, *device_mounts(profile)] if role in {Role.ENGINE, Role.LEARNER, Role.RANKS} else volume_mounts
-    )
-
-
-def device_mounts(profile: Profile) -> list[Object]:
-    """The mounts of a container that computes on devices."""
-    shared = {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
-    devices = [
-        {"name": f"devices-{number}", "mountPath": mount.path, "readOnly": mount.read_only}
-        for number, mount in enumerate(profile.host_mounts)
-    ]
-    return [shared, *devices]
-
-
-def volumes(job: str, role: Role, profile: Profile, claims: Sequence[str]) -> list[Object]:
-    """The volumes of a role's pods; the learner's state is a claim of its StatefulSet."""
-    files = [{"key": file, "path": file} for file in (f"{role}.json", f"prepare-{role}.json")]
-    visible_files = {Role.AGENT: files, Role.MLFLOW: files[:1]}  # not what others of the job are configured with
-    readable: Object = {"items": visible_files[role]} if role in visible_files else {}
-    pod_volumes: list[Object] = [
-        {"name": "settings", "configMap": {"name": settings_map(job), **readable}},
-        {"name": "home", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
-    ]
-    if role is Role.INFERENCE:
-        pod_volumes.append({"name": "work", "emptyDir": {}})
-    if role in {Role.INFERENCE, Role.LEARNER, Role.RANKS}:
-        pod_volumes += device_volumes(profile)
-    return [*pod_volumes, *claim_volumes(claims)]
-
-
-def device_volumes(profile: Profile) -> list[Object]:
-    """The volumes of pods that compute on devices."""
-    paths = [
-        {"name": f"devices-{number}", "hostPath": _host_path(mount)} for number, mount in enumerate(profile.host_mounts)
-    ]
-    return [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}, *paths]
-
-
-def _host_path(mount: HostMount) -> Object:
-    return {"path": mount.path} if mount.type is None else {"path": mount.path, "type": mount.type}
-
-
-def claim_volumes(claims: Sequence[str]) -> list[Object]:
-    """Volumes of the claims that the manifest's pvc:// addresses name."""
-    return [
-        {"name": f"claim-{claim}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}} for claim in claims
-    ]
 
 
 def settings_map(job: str) -> str:
@@ -344,7 +232,7 @@ def template(
         "terminationGracePeriodSeconds": grace,
         "containers": list(containers),
         "volumes": [
-            *volumes(job, role, profile, claims),
+            *volumes(settings_map(job), role, profile, claims),
             *storage_volumes(store if role in STORAGE_ROLES else None),
             *user_secret_volumes(entries),
         ],

@@ -18,20 +18,16 @@ from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
 from kestrl_operator.render.pod_defaults import with_pod_defaults
-from kestrl_operator.render.pods import (
-    Object,
+from kestrl_operator.render.pods import Object, container_security, placement, pod_security, preparing
+from kestrl_operator.render.resources import resources_of
+from kestrl_operator.render.volumes import (
     claim_volumes,
     claimed,
-    container_security,
     device_mounts,
     device_volumes,
-    placement,
-    pod_security,
-    preparing,
     storage_volumes,
     with_storage,
 )
-from kestrl_operator.render.resources import resources_of
 from kestrl_operator.state.accelerators import Profile
 from kestrl_operator.state.chart_values import Cluster, ServiceAccount
 from kestrl_operator.state.cluster import DATA, HOME, MODEL, SETTINGS, prepared

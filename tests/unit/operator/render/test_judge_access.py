@@ -12,7 +12,7 @@ from kestrl._shared.plan.servers import METADATA
 from kestrl._shared.user_secrets import FOLDER_VARIABLE
 from kestrl.errors import UserInputError
 from kestrl_operator.render.network import selector
-from kestrl_operator.render.pods import USER_SECRETS
+from kestrl_operator.render.volumes import USER_SECRETS
 from kestrl_operator.state.cluster import HTTP_PORT
 
 DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}

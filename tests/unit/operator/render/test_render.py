@@ -22,8 +22,8 @@ from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render import render
 from kestrl_operator.render.commands import INIT
 from kestrl_operator.render.job import preparation
-from kestrl_operator.render.pods import STORAGE_SECRET
 from kestrl_operator.render.resources import DEFAULTS
+from kestrl_operator.render.volumes import STORAGE_SECRET
 from kestrl_operator.state.parsing import workload_of
 
 ROOT = Path(__file__).parents[4]

@@ -14,7 +14,7 @@ from kestrl._shared.spec.load import ProblemsError
 from kestrl.errors import UserInputError
 from kestrl.storage.credentials import FOLDER_VARIABLE
 from kestrl_operator.render.network import METADATA
-from kestrl_operator.render.pods import STORAGE_SECRET
+from kestrl_operator.render.volumes import STORAGE_SECRET
 
 
 def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:

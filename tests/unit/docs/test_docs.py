@@ -23,7 +23,7 @@ from kestrl_operator.state.accelerators import BUILT_IN, Profile
 from kestrl_operator.state.chart_values import Cluster, read_cluster
 from kestrl_operator.state.cluster import GRPC_PORT, HTTP_PORT, METRICS_PORT, site_of
 from kestrl_operator.status.conditions import REASONS, Type
-from kestrl_operator.status.lifecycle import backoff
+from kestrl_operator.status.failures import backoff
 from kestrl_operator.watch.streams import settings
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The decision about a job, from its snapshot. Pure: every rule of a job's lifecycle is in this module.
+"""The decision about a job, from its snapshot. Pure: every rule of a job's lifecycle is here or in `failures`.
 
 A job that has ended stays ended, as recorded in its `Succeeded` condition, like a Kubernetes Job. Everything else is
 decided anew in each pass.
@@ -6,36 +6,28 @@ decided anew in each pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from kestrl._shared.backoff import Backoff
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.planning import group_seconds
-from kestrl._shared.spec.job import FailureRule, JobSpec
-from kestrl.errors import Failure
+from kestrl._shared.spec.job import JobSpec
 from kestrl.runstate.states import RunPhase
-from kestrl_operator.state.snapshot import NOTHING, STORAGE_AWAY, ContainerEnd, Memory, Snapshot, seconds_of
+from kestrl_operator.state.snapshot import NOTHING, Memory, Snapshot, seconds_of
 from kestrl_operator.status.conditions import ConditionStatus, Type
+from kestrl_operator.status.failures import (
+    backoff,
+    end_by_failure,
+    is_stable,
+    job_restart_causes,
+    reported_failure,
+    rule_for,
+)
 from kestrl_operator.status.waiting import refused_since, rest_of, seconds_to_rest, stuck, waits_for
 
-BACKOFF = Backoff(10.0, 300.0)
-"""Pauses before the learner is restarted after a failure that it reported."""
-STABLE_STEPS = 10
-"""Steps since a start of the learner after which the earlier restarts no longer count against `backoffLimit`."""
 CONTACT_SECONDS = 60.0
 """Seconds in which a learner that has become ready answers for the first time; before, a refused connection is part of
 its start."""
-CAUSED_BY_KUBERNETES = frozenset({"ContainerStatusUnknown", "Unknown"})
-"""Reasons of container ends that the container did not cause: the kubelet lost it, or its node restarted."""
-BUILT_IN = (
-    # Training on rollouts of another policy than the recorded one is a defect that a retry does not fix.
-    FailureRule(role="learner", reason="engine/logprob_gap", action="Fail"),
-    # The learner has retried for minutes, and the job is not at fault: it is restarted without a limit.
-    *(FailureRule(role="learner", reason=f"infrastructure/{code}", action="Ignore") for code in sorted(STORAGE_AWAY)),
-)
-"""Rules that apply after the user's own."""
 
 
 class Stage(StrEnum):
@@ -152,17 +144,9 @@ def _end(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
             "Completed",
             f"{live.state.steps.done} steps; the adapter is {live.state.policy.uri}",
         )
-    failed = _failed(snapshot, spec)
-    if failed is not None:
-        return failed
-    for item, role in _container_failures(snapshot):
-        if _rule(spec, role, item.reason).action == "Fail":
-            return "LearnerFailed" if role is Role.LEARNER else "BackoffExceeded", f"{role}: {item}"
-    if spec.suspend:
-        return None  # it restarts nothing, so that no limit of restarts is reached, and its deadlines do not run
-    if snapshot.counted >= spec.failure_policy.backoff_limit:
-        for item in _job_restart_causes(snapshot, spec):
-            return "BackoffExceeded", f"{_too_often(snapshot, spec, 'a component failed')}: {item}"
+    failed = end_by_failure(snapshot, spec)
+    if failed is not None or spec.suspend:
+        return failed  # the deadlines of a suspended job do not run
     return _past_a_deadline(snapshot, spec)
 
 
@@ -209,66 +193,6 @@ def short_of_pods_since(snapshot: Snapshot) -> float | None:
     if snapshot.not_created is not None:
         since.append(snapshot.not_created[0])
     return min(since, default=None)
-
-
-def _too_often(snapshot: Snapshot, spec: JobSpec, event: str) -> str:
-    limit = spec.failure_policy.backoff_limit
-    since = f" since {STABLE_STEPS} successful steps in a row" if snapshot.forgiven else ""
-    return f"{event} {snapshot.counted + 1} times{since}, failurePolicy.backoffLimit is {limit}; the last time"
-
-
-def _failed(snapshot: Snapshot, spec: JobSpec) -> tuple[str, str] | None:
-    """Reason and message of the end that a learner failure causes, by its rule or because the limit is reached; None if
-    it causes none.
-    """
-    failure = reported_failure(snapshot)
-    if failure is None:
-        return None
-    rule = rule_for(spec, failure)
-    if rule.action == "Fail":
-        return "LearnerFailed", str(failure)
-    if rule.action != "Ignore" and snapshot.counted >= spec.failure_policy.backoff_limit:
-        return "BackoffExceeded", f"{_too_often(snapshot, spec, 'the learner failed')}: {failure}"
-    return None
-
-
-def reported_failure(snapshot: Snapshot) -> Failure | None:
-    """The failure that the learner of this attempt reported, if any."""
-    live = snapshot.live_report
-    if live is None:
-        return None
-    # After the decision to restart, the old pod is there for a while and would have its failure counted once more.
-    pod = next((pod for pod in snapshot.of(Role.LEARNER) if pod.uid == live.pod), None)
-    return live.failure if pod is not None and pod.attempts == snapshot.attempts else None
-
-
-def rule_for(spec: JobSpec, failure: Failure) -> FailureRule:
-    """The first rule that matches a failure reported by the learner."""
-    return _rule(spec, Role.LEARNER, f"{failure.boundary}/{failure.code}")
-
-
-def _rule(spec: JobSpec, role: Role, reason: str) -> FailureRule:
-    default = FailureRule(action="RestartComponent")
-    rules = (*spec.failure_policy.rules, *BUILT_IN)
-    return next((rule for rule in rules if rule.role in {None, role.value} and _fits(rule.reason, reason)), default)
-
-
-def _fits(pattern: str, reason: str) -> bool:
-    return pattern in {"*", reason} or (pattern.endswith("/*") and reason.startswith(pattern[:-1]))
-
-
-def _container_failures(snapshot: Snapshot) -> Iterator[tuple[ContainerEnd, Role]]:
-    for pod in snapshot.staying:
-        for item in pod.ended:
-            if item.reason not in CAUSED_BY_KUBERNETES and pod.job_restarts == snapshot.restarts:
-                yield item, Role.LEARNER if pod.role is Role.RANKS else pod.role
-
-
-def _job_restart_causes(snapshot: Snapshot, spec: JobSpec) -> Iterator[str]:
-    """Container failures for which a rule restarts the whole job."""
-    for item, role in _container_failures(snapshot):
-        if _rule(spec, role, item.reason).action == "RestartJob":
-            yield f"{role}: {item}"
 
 
 def _suspended(snapshot: Snapshot, spec: JobSpec) -> Decision:
@@ -328,32 +252,20 @@ def _running(snapshot: Snapshot, spec: JobSpec) -> Decision:
     return replace(restarting, attempts=snapshot.attempts + 1, restarts=snapshot.restarts + int(action == "RestartJob"))
 
 
-def backoff(counted: int) -> float:
-    """Seconds between a failure that the learner reported and its restart, after `counted` failures that count."""
-    return BACKOFF.pause(counted + 1)
-
-
 def _restarted_pods(snapshot: Snapshot, spec: JobSpec, deadline: float | None) -> Decision:
     """The decision for a running job without a learner failure: the whole job is restarted if a rule asks for that
     after a container failure.
     """
-    one_more = int(any(_job_restart_causes(snapshot, spec)))
+    one_more = int(any(job_restart_causes(snapshot, spec)))
     return replace(
         _unchanged(snapshot, Stage.RUNNING),
         attempts=snapshot.attempts + one_more,
         restarts=snapshot.restarts + one_more,
-        forgiven=snapshot.attempts if _is_stable(snapshot) else snapshot.forgiven,
+        forgiven=snapshot.attempts if is_stable(snapshot) else snapshot.forgiven,
         remove=_resumed(snapshot),
         memory=Memory(rest=rest_of(snapshot), refused=refused_since(snapshot)),
         requeue_after=deadline,
     )
-
-
-def _is_stable(snapshot: Snapshot) -> bool:
-    """Whether the learner has done enough steps since its last start for earlier restarts to no longer count."""
-    live = snapshot.live_report
-    pod = None if live is None else next((pod for pod in snapshot.of(Role.LEARNER) if pod.uid == live.pod), None)
-    return live is not None and live.gained >= STABLE_STEPS and pod is not None and pod.attempts == snapshot.attempts
 
 
 def _resumed(snapshot: Snapshot) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,8 @@ from kestrl_operator.status.conditions import (
     Observation,
     Type,
 )
-from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent, reported_failure
+from kestrl_operator.status.failures import reported_failure
+from kestrl_operator.status.lifecycle import Decision, Stage, has_ended, is_silent
 from kestrl_operator.status.pods import ROLLING, downloading, pod_problem, tracked
 from kestrl_operator.status.quota import quota_reserved
 from kestrl_operator.status.summary import distance, summed_up

@@ -16,7 +16,7 @@ from kestrl.api.learner.v1 import learner_pb2 as pb
 from kestrl.episode.codec import failure_to_proto
 from kestrl.errors import Boundary, Failure
 from kestrl_operator.controllers import learner_stream, status_writer
-from kestrl_operator.status import lifecycle
+from kestrl_operator.status import failures
 
 from .stage import JOB, NAMESPACE, FakeLearner, Object, Running, Stage, learner_token, learning, ready, report, version
 
@@ -293,7 +293,7 @@ def failed(code: str, boundary: Boundary = Boundary.INFRASTRUCTURE) -> pb.WatchP
 async def test_a_failing_learner_is_restarted_until_its_backoff_limit(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "BACKOFF", Backoff(0.3, 300))
+    monkeypatch.setattr(failures, "BACKOFF", Backoff(0.3, 300))
     async with scene(stage, report(step=3), {"failurePolicy": {"backoffLimit": 2}}) as on:
         await stage.until(lambda: stage.phase() == "Running", "the job runs")
         pods = {stage.pods("learner")[0]["metadata"]["uid"]}
@@ -392,7 +392,7 @@ async def test_stable_steps_reset_restarts_and_roll_no_pod(stage: Stage) -> None
         await stage.until(lambda: pod in running.followed(), "the new pod is followed")
         running.learner.report(report("training", 4))
         await stage.until(lambda: stage.status()["progress"]["step"] == 4, "it reports")
-        running.learner.report(report("training", 4 + lifecycle.STABLE_STEPS))
+        running.learner.report(report("training", 4 + failures.STABLE_STEPS))
 
         def forgiven() -> bool:
             learner = stage.learner()

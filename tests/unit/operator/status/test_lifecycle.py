@@ -33,17 +33,8 @@ from kestrl.errors import Boundary
 from kestrl_operator.state.snapshot import QUEUE_LABEL, Memory, Pod, Snapshot
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import REASONS, Type
-from kestrl_operator.status.lifecycle import (
-    BACKOFF,
-    STABLE_STEPS,
-    Decision,
-    Stage,
-    backoff,
-    decide,
-    pending,
-    short_of_pods_since,
-    waits_for_admission,
-)
+from kestrl_operator.status.failures import BACKOFF, STABLE_STEPS, backoff
+from kestrl_operator.status.lifecycle import Decision, Stage, decide, pending, short_of_pods_since, waits_for_admission
 
 SUSPEND = "suspend=true"
 LONGEST_DRAIN = 180.0 + group_seconds(job().spec)

@@ -16,8 +16,9 @@ LOGITS_AT_ONCE = {"cpu": 2**24}
 """Largest number of logits that exist at a time, by the type of the device: 64 MiB in float32, and as much for their
 softmax."""
 DEVICE_LOGITS_AT_ONCE = 2**26
-"""Largest number of logits on other devices, 256 MiB: 441 tokens of a vocabulary of 152,000. For 110 a device in bfloat16 reads the head's
-weights for longer than it multiplies: some 300 operations for each byte that it can read are usual."""
+"""Largest number of logits on other devices, 256 MiB: 441 tokens of a vocabulary of 152,000. For 110 a device in
+bfloat16 reads the head's weights for longer than it multiplies: some 300 operations for each byte that it can read are
+usual."""
 
 
 def logits_at_once(device_type: str) -> int:

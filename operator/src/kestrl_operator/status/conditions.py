@@ -51,8 +51,6 @@ LONGEST_MESSAGE = 4096
 object."""
 QUEUED = frozenset({"Waiting", "Inactive", "Refused"})
 """Reasons of QuotaReserved of a job that does not run for lack of quota."""
-AGAIN = frozenset({"Restarting", "Resuming"})
-"""Reasons of Ready of a job that has trained before and does not yet."""
 LOST: Mapping[str, str] = {
     "OOMKilled": "A container used more memory than it may, and was killed; the message names it.",
     "NodeNotReady": "The node of a pod does not answer Kubernetes; the message names both.",
@@ -360,4 +358,7 @@ def _idle(current: Callable[[Type], tuple[str, str]]) -> str:
         return "Queued"
     if current(Type.SCHEDULED)[0] != ConditionStatus.TRUE:
         return "Pending"
-    return condition if (condition := current(Type.READY)[1]) in AGAIN else "Starting"
+    ready = current(Type.READY)[1]
+    if ready == "Resuming":
+        return "Resuming"
+    return "Restarting" if ready == "Restarting" else "Starting"

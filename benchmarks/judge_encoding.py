@@ -30,6 +30,7 @@ from kestrl.episode import (
 )
 from kestrl.episode import Row as TokenRow
 from kestrl.episode.codec import group_to_proto
+from kestrl_judge.encoded import ReceivedRequest
 from kestrl_judge.process import ProcessParameters, RewardProcess
 from kestrl_judge.rules import rule_scorers
 from kestrl_judge.servicer import JudgeServicer
@@ -150,7 +151,7 @@ async def judging(rules: Sequence[str], group: bytes, stack: AsyncExitStack) -> 
     servicer = JudgeServicer("judge-0", scorers)
 
     async def score() -> None:
-        response = await servicer.ScoreGroup(pb.ScoreGroupRequest.FromString(group), None)
+        response = await servicer.ScoreGroup(ReceivedRequest.read(group), None)
         assert all(scored.HasField("reward") for scored in response.scores), response.scores[0].failure
 
     return score

@@ -70,7 +70,7 @@ def ruler_entry(*urls: str, **given: Any) -> RulerEntry:
 
 
 async def score(scorer: Scorer, group: Group) -> ScoredGroup:
-    return await scorer.score(EncodedGroup(group_to_proto(group)), max_turns=5)
+    return await scorer.score(EncodedGroup(group_to_proto(group).SerializeToString()), max_turns=5)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Ranker:
 
 
 async def judged(scorers: Sequence[Scorer], group: Group) -> list[Judgement]:
-    return list((await judge(scorers, EncodedGroup(group_to_proto(group)), max_turns=5)).episodes)
+    return list((await judge(scorers, EncodedGroup(group_to_proto(group).SerializeToString()), max_turns=5)).episodes)
 
 
 async def test_the_reward_is_the_weighted_sum(group: Callable[..., Group]) -> None:
@@ -131,7 +131,9 @@ async def test_a_failed_gate_is_the_failure_of_its_episode(group: Callable[..., 
 
 
 async def test_details_are_kept_by_component(group: Callable[..., Group]) -> None:
-    found = await judge([Ranker("a"), Ranker("b")], EncodedGroup(group_to_proto(group("x", "y"))), max_turns=5)
+    found = await judge(
+        [Ranker("a"), Ranker("b")], EncodedGroup(group_to_proto(group("x", "y")).SerializeToString()), max_turns=5
+    )
     assert found.details == {"a": "d", "b": "d"}
     assert found.episodes[1].details == {"a": {"rank": 1}, "b": {"rank": 1}}
 

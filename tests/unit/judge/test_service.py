@@ -18,8 +18,10 @@ import pytest
 from kestrl._shared.plan.settings.judge import RewardEntry
 from kestrl.api.common.v1 import common_pb2
 from kestrl.episode import Group
-from kestrl.episode.codec import failure_from_proto
+from kestrl.episode.codec import failure_from_proto, group_to_proto
 from kestrl.errors import Boundary, Failure, FailureError, UserInputError
+from kestrl_judge.encoded import EncodedGroup
+from kestrl_judge.process import ProcessParameters, RewardProcess
 from kestrl_judge.service import run_judge
 
 
@@ -111,6 +113,19 @@ async def test_a_malformed_episode_is_a_failure_and_costs_no_process(judge: Any,
     assert failure(scores[1].failure) == (Boundary.JUDGE, "malformed_episode")
     assert "of a later version" in scores[1].failure.message
     assert [scores[0].reward, scores[2].reward] == [1.0, 2.0], "calls of one process"
+
+
+async def test_bytes_that_cannot_be_decoded_are_a_failure_and_cost_no_process(group: Callable[..., Group]) -> None:
+    parameters = ProcessParameters(name="format", rule="format", field="rewards", python_path=(), config={})
+    encoded = EncodedGroup(group_to_proto(group("Paris")).SerializeToString())
+    process = await RewardProcess.start(parameters)
+    try:
+        score = await process.ask([b"\x0a\x02\xff\xff"], seconds=20)
+        assert failure(score.failure) == (Boundary.JUDGE, "malformed_episode")
+        score = await process.ask(encoded.request(encoded.episodes[0]), seconds=20)
+        assert score.HasField("reward")
+    finally:
+        await process.kill()
 
 
 async def test_output_of_a_reward_is_not_part_of_the_answer(judge: Any) -> None:

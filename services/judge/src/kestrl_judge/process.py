@@ -106,7 +106,7 @@ class RewardProcess:
     def pid(self) -> int:
         return self._process.process.pid
 
-    async def ask(self, request: Sequence[bytes], *, seconds: float) -> pb.EpisodeScore:
+    async def ask(self, request: Sequence[bytes | memoryview], *, seconds: float) -> pb.EpisodeScore:
         """Scores one episode.
 
         Args:

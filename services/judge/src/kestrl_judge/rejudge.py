@@ -41,7 +41,7 @@ class Stored:
         max_turns: int,  # noqa: ARG002 - the interface of scorers
     ) -> ScoredGroup:
         verdicts: dict[str, Verdict] = {}
-        for episode in group.episodes:
+        for episode in group.decoded.episodes:
             missing = self.name not in episode.rewards
             verdicts[episode.id] = self._missing(episode.id) if missing else Score(value=episode.rewards[self.name])
         return ScoredGroup(verdicts)
@@ -66,9 +66,10 @@ async def _rejudge(settings: Rejudge, groups: list[common.Group]) -> dict[str, A
     )
     ruler = RulerScorer(settings.ruler.model_copy(update={"gate": component}), salt=secrets.token_hex(8))
     await ruler.open()
+    encoded = [EncodedGroup(_scorable(group).SerializeToString()) for group in groups]
     try:
         verdicts = await asyncio.gather(
-            *(judge([*rules, ruler], EncodedGroup(_scorable(group)), max_turns=settings.max_turns) for group in groups)
+            *(judge([*rules, ruler], group, max_turns=settings.max_turns) for group in encoded)
         )
     finally:
         await ruler.close()

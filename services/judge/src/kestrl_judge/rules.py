@@ -18,7 +18,7 @@ from kestrl.episode.codec import failure_from_proto
 from kestrl.errors import Failure, JudgeFailure, UserInputError
 from kestrl.rewards import Claim, Score
 from kestrl_judge.correctness import CorrectnessJudge, JudgedAnswer
-from kestrl_judge.encoded import EncodedGroup
+from kestrl_judge.encoded import Encoded, EncodedGroup
 from kestrl_judge.process import Died, Late, ProcessParameters, RewardProcess
 from kestrl_judge.scoring import JudgeStopped, ScoredGroup, ScoringGate, Verdict
 
@@ -33,7 +33,7 @@ BACKOFF = (0.1, 0.5, 2.0, 5.0)
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    request: Sequence[bytes]
+    request: Sequence[Encoded]
     """In parts."""
     verdict: asyncio.Future[Verdict | Claim] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -109,7 +109,11 @@ class RuleScorer:
         )
 
     async def _verdict(
-        self, episode_request: Sequence[bytes], max_turns: int, judged: list[JudgedAnswer], calls: list[dict[str, Any]]
+        self,
+        episode_request: Sequence[Encoded],
+        max_turns: int,
+        judged: list[JudgedAnswer],
+        calls: list[dict[str, Any]],
     ) -> Verdict:
         """Scores one episode; if the function asks about an answer, again with the judge's verdict."""
         added_fields = pb.ScoreGroupRequest(max_turns=max_turns, has_judge=self._correctness is not None)

@@ -6,7 +6,6 @@ from collections.abc import Awaitable
 
 from kestrl._shared.plan.settings.judge import JudgeSettings
 from kestrl._shared.rpc import serve
-from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
 from kestrl_judge.scorers import make_scorers
 from kestrl_judge.scoring import open_all
 from kestrl_judge.servicer import JudgeServicer
@@ -21,11 +20,10 @@ async def run_judge(settings: JudgeSettings, *, until: Awaitable[object] | None 
     scorers = make_scorers(settings)
     try:
         await open_all(scorers)
-        servicer = JudgeServicer(settings.component, scorers)
         await serve(
             settings.component,
             settings.listen,
-            lambda server: stubs.add_JudgeServiceServicer_to_server(servicer, server),
+            JudgeServicer(settings.component, scorers).add_to,
             bundles=True,
             until=until,
         )

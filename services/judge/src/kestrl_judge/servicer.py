@@ -6,27 +6,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
+
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.judge.v1 import judge_pb2 as pb
-from kestrl.api.judge.v1 import judge_pb2_grpc as stubs
 from kestrl.episode.codec import dump_json, failure_to_proto
 from kestrl.errors import Failure
-from kestrl_judge.encoded import EncodedGroup
+from kestrl_judge.encoded import ReceivedRequest
 from kestrl_judge.scoring import Judgement, Scorer, judge
 
+SERVICE = pb.DESCRIPTOR.services_by_name["JudgeService"].full_name
 
-class JudgeServicer(stubs.JudgeServiceServicer):
-    """ScoreGroup."""
+
+class JudgeServicer:
+    """The JudgeService. Requests are not decoded, since reward processes get their bytes."""
 
     def __init__(self, component: str, scorers: Sequence[Scorer]) -> None:
         self._component = component
         self._scorers = scorers
 
-    async def ScoreGroup(self, request: pb.ScoreGroupRequest, context: Any) -> pb.ScoreGroupResponse:
-        attributes = {Attr.GROUP_ID: request.group.id, Attr.SCENARIO_ID: request.group.scenario.id}
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service, as generated code does, with a reader of requests of its own."""
+        score_group = grpc.unary_unary_rpc_method_handler(
+            self.ScoreGroup,
+            request_deserializer=ReceivedRequest.read,
+            response_serializer=pb.ScoreGroupResponse.SerializeToString,
+        )
+        handlers = {"ScoreGroup": score_group}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server.add_registered_method_handlers(SERVICE, handlers)
+
+    async def ScoreGroup(self, request: ReceivedRequest, context: Any) -> pb.ScoreGroupResponse:
+        attributes = {Attr.GROUP_ID: request.group.id, Attr.SCENARIO_ID: request.group.scenario_id}
         with span(SpanName.SCORE, attributes) as current:
-            judged = await judge(self._scorers, EncodedGroup(request.group), max_turns=request.max_turns)
+            judged = await judge(self._scorers, request.group, max_turns=request.max_turns)
             failed = next(
                 (one_judgement.failure for one_judgement in judged.episodes if one_judgement.failure is not None), None
             )

@@ -49,7 +49,7 @@ async def check_scorer(make: Callable[[], Scorer], group: Group, *, max_turns: i
 
 
 async def _score(scorer: Scorer, group: Group, max_turns: int) -> ScoredGroup:
-    return await scorer.score(EncodedGroup(group_to_proto(group)), max_turns=max_turns)
+    return await scorer.score(EncodedGroup(group_to_proto(group).SerializeToString()), max_turns=max_turns)
 
 
 def _check_description(scorer: Scorer) -> None:

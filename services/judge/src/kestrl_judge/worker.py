@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from kestrl._shared.processes.frames import read_file, write_file
 from kestrl._shared.rpc.client import MAX_MESSAGE_BYTES
 from kestrl.api.judge.v1 import judge_pb2 as pb
@@ -108,6 +110,19 @@ def answer(rule: Rule, request: pb.ScoreGroupRequest) -> pb.EpisodeScore:
     )
 
 
+def _answered(rule: Rule, frame: bytes) -> pb.EpisodeScore:
+    """The answer to a request as it came: the judge does not decode what it passes on."""
+    try:
+        request = pb.ScoreGroupRequest.FromString(frame)
+    except DecodeError as error:
+        return pb.EpisodeScore(failure=failure_to_proto(_malformed(error).failure()))
+    return answer(rule, request)
+
+
+def _malformed(error: Exception) -> JudgeFailure:
+    return JudgeFailure(f"the rollout worker sent a malformed episode: {error}", code="malformed_episode")
+
+
 def _attempt(request: pb.ScoreGroupRequest) -> Attempt:
     """The attempt of a request, which the judge passes on as it was received.
 
@@ -122,7 +137,7 @@ def _attempt(request: pb.ScoreGroupRequest) -> Attempt:
             verdicts=dict(request.verdicts) if request.has_judge else None,
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise JudgeFailure(f"the rollout worker sent a malformed episode: {error}", code="malformed_episode") from error
+        raise _malformed(error) from error
 
 
 def _claim_to_proto(claim: Claim) -> pb.Claim:
@@ -148,8 +163,7 @@ def main() -> None:
         write_file(stream, pb.EpisodeScore().SerializeToString())
         rule = Rule(options.name, function, is_built_in(options.rule), runner, FirstWarning(options.name))
         while (frame := read_file(stream, MAX_MESSAGE_BYTES)) is not None:
-            score = answer(rule, pb.ScoreGroupRequest.FromString(frame))
-            write_file(stream, score.SerializeToString())
+            write_file(stream, _answered(rule, frame).SerializeToString())
 
 
 if __name__ == "__main__":

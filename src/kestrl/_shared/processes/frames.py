@@ -53,7 +53,7 @@ async def read(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
     return await reader.readexactly(_length(await reader.readexactly(HEADER.size), limit))
 
 
-async def write(writer: asyncio.StreamWriter, *parts: bytes) -> None:
+async def write(writer: asyncio.StreamWriter, *parts: bytes | memoryview) -> None:
     """Sends a frame whose body is given in parts, which are copied once; raises ConnectionError if the connection is
     closed.
     """

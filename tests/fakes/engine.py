@@ -113,6 +113,17 @@ class FakeEngine:
     drains: int = 0
     """Requests to drain that it has received."""
     health_headers: dict[str, str] = field(default_factory=dict[str, str])
+    asleep: bool = False
+    """Whether it has given its memory up; a request that needs it then fails as a dead engine core does."""
+    sleeps: list[str] = field(default_factory=list[str])
+    """Sleeps and wakes, in order."""
+    can_sleep: bool = True
+    wakes: bool = True
+    """Whether it wakes when it answers that it does."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its guard was asked to end it."""
+    disturbed: list[str] = field(default_factory=list[str])
+    """Requests that needed its memory while it slept."""
     version: str = "0.32.0"
     metrics: str | None = None
     """Page of metrics; without one it answers 404."""
@@ -146,6 +157,12 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_post("/kestrl/drain", self._drain)
+        app.router.add_post("/kestrl/resume", self._drain)
+        app.router.add_post("/kestrl/end", self._end)
+        if self.can_sleep:
+            app.router.add_post("/sleep", self._sleep)
+            app.router.add_post("/wake_up", self._wake)
+            app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
@@ -161,6 +178,7 @@ class FakeEngine:
             await self._runner.cleanup()
             self._runner = None
         self.adapters.clear()
+        self.asleep = False
 
     def weights(self, model: str) -> str | None:
         """Digest of the weights of `model`: empty for the base model, None for an unknown model.
@@ -203,7 +221,7 @@ class FakeEngine:
         return web.json_response({"error": "Unauthorized"}, status=401)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        if refusal := self._refusal(request, self.key):
+        if refusal := self._refusal(request, self.key) or self._needs_memory(request):
             return refusal
         body = await request.json()
         model = body.get("model") or self.base_model
@@ -271,7 +289,7 @@ class FakeEngine:
         }
 
     async def _load(self, request: web.Request) -> web.Response:
-        if refusal := self._refusal(request, self.control_key or self.key):
+        if refusal := self._refusal(request, self.control_key or self.key) or self._needs_memory(request):
             return refusal
         body = await request.json()
         name, folder = str(body["lora_name"]), Path(body["lora_path"])
@@ -287,7 +305,7 @@ class FakeEngine:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
-        if refusal := self._refusal(request, self.control_key or self.key):
+        if refusal := self._refusal(request, self.control_key or self.key) or self._needs_memory(request):
             return refusal
         name = str((await request.json())["lora_name"])
         if self.adapters.pop(name, None) is None:
@@ -301,6 +319,41 @@ class FakeEngine:
             return refusal
         self.drains += 1
         return web.json_response({"running": self.turns})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request, self.control_key or self.key):
+            return refusal
+        assert dict(request.query) == {"level": "1", "mode": "wait"}
+        self.asleep = True
+        self.sleeps.append("sleep")
+        return web.json_response({"status": "sleeping", "level": 1})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request, self.control_key or self.key):
+            return refusal
+        self.asleep = self.asleep and not self.wakes
+        self.sleeps.append("wake")
+        return web.json_response({"status": "awake", "tags": None})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request, self.control_key or self.key):
+            return refusal
+        return web.json_response({"is_sleeping": self.asleep})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request, self.control_key or self.key):
+            return refusal
+        self.ended.set()
+        self.healthy = False
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    def _needs_memory(self, request: web.Request) -> web.Response | None:
+        if not self.asleep:
+            return None
+        self.disturbed.append(request.path)
+        return _error(500, "EngineDeadError")
 
     async def _models(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request, self.key):

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,8 @@ class Server:
     work: Path
     python: Path | None = None
     engine: str = "vllm"
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables beside those of the plan."""
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     _began: float = 0.0
@@ -212,7 +214,7 @@ class Server:
 
     def start(self) -> None:
         planned = planned_engine(self.model, self.work, self.port, self.python, self.engine)
-        environment = {**engine_environment(os.environ, planned.python), **planned.env, **KEYS}
+        environment = {**engine_environment(os.environ, planned.python), **planned.env, **self.variables, **KEYS}
         self._began = time.monotonic()
         with (self.work / f"engine-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(

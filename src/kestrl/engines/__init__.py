@@ -24,6 +24,7 @@ __all__ = [
     "Option",
     "Request",
     "Route",
+    "SleepRoutes",
     "Witness",
     "Work",
 ]
@@ -48,6 +49,17 @@ class Request(NamedTuple):
     path: str
     body: bytes = b""
     """JSON; empty for none."""
+
+
+class SleepRoutes(NamedTuple):
+    """Requests to an engine that can give its device up and keep its weights in host memory."""
+
+    sleep: Request
+    """Answered when the memory is free."""
+    wake: Request
+    """Answered when the engine has its memory again."""
+    state: Request
+    """Answered with `{"is_sleeping": true}` or false."""
 
 
 class EngineMemory(NamedTuple):
@@ -97,6 +109,8 @@ class Launch:
     """File of the chat template of conversations; None for the model's own."""
     tool_calls: str | None = None
     """Format of `kestrl.formats` in which conversations have their calls of tools read; None: they stay text."""
+    turns: bool = False
+    """Whether it gives its device to the learner for each update."""
     judges: bool = False
     """Whether the base model also answers a judge, with replies that are held to a schema."""
 
@@ -194,6 +208,8 @@ class EngineDialect(Protocol):
     """Lists the loaded adapters."""
     version: Request
     """Asks for the engine's version."""
+    sleep_routes: SleepRoutes | None
+    """None for an engine that cannot share its device in turns."""
     open_routes: frozenset[Route]
     """Routes that need no key."""
     data_routes: frozenset[Route]

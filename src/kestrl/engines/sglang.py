@@ -11,7 +11,19 @@ from typing import Any
 
 import msgspec
 
-from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness, Work
+from kestrl.engines import (
+    Command,
+    Generate,
+    Generated,
+    Launch,
+    Load,
+    Metrics,
+    Request,
+    Route,
+    SleepRoutes,
+    Witness,
+    Work,
+)
 from kestrl.engines.answers import json_object, labelled_sum, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
@@ -67,6 +79,7 @@ class Sglang:
     metrics: Request = Request("GET", "/metrics")
     adapters: Request = Request("GET", "/v1/models")
     version: Request = Request("GET", "/v1/loads")
+    sleep_routes: SleepRoutes | None = None
     open_routes: frozenset[Route] = frozenset({("GET", "/ready"), ("GET", "/health"), ("GET", "/metrics")})
     data_routes: frozenset[Route] = frozenset(
         {("POST", "/generate"), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}

@@ -9,7 +9,19 @@ from typing import Any
 
 import msgspec
 
-from kestrl.engines import Command, Generate, Generated, Launch, Load, Metrics, Request, Route, Witness, Work
+from kestrl.engines import (
+    Command,
+    Generate,
+    Generated,
+    Launch,
+    Load,
+    Metrics,
+    Request,
+    Route,
+    SleepRoutes,
+    Witness,
+    Work,
+)
 from kestrl.engines.answers import json_object, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
@@ -112,6 +124,12 @@ class Vllm:
     metrics: Request = Request("GET", "/metrics")
     adapters: Request = Request("GET", "/v1/models")
     version: Request = Request("GET", "/version")
+    # The default mode would abort requests. The routes exist in the server's development mode alone.
+    sleep_routes: SleepRoutes | None = SleepRoutes(
+        sleep=Request("POST", "/sleep?level=1&mode=wait"),
+        wake=Request("POST", "/wake_up"),
+        state=Request("GET", "/is_sleeping"),
+    )
     open_routes: frozenset[Route] = frozenset({("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")})
     data_routes: frozenset[Route] = frozenset(
         {("POST", GENERATE), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
@@ -137,6 +155,7 @@ class Vllm:
         environment = {
             **ENVIRONMENT,
             **_cpu_environment(launch),
+            **({"VLLM_SERVER_DEV_MODE": "1"} if launch.turns else {}),
             "VLLM_CACHE_ROOT": f"{launch.work_dir}/vllm-cache",
             "OTEL_SERVICE_NAME": "kestrl-engine",
             **trace_environment(launch.otlp),
@@ -270,7 +289,7 @@ def _device_options(launch: Launch) -> Options:
     options: Options = {"tensor-parallel-size": launch.devices} if launch.devices > 1 else {}
     if launch.memory is not None and not set(MEMORY_OPTIONS) & {name.replace("_", "-") for name in launch.options}:
         options |= dict(zip(MEMORY_OPTIONS, launch.memory, strict=True))
-    return options
+    return options | ({"enable-sleep-mode": True} if launch.turns else {})
 
 
 def _cpu_options(launch: Launch) -> Options:

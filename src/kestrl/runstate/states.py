@@ -38,6 +38,8 @@ class EngineState(StrEnum):
     DOWN = "down"
     DRAINING = "draining"
     """It leaves: running turns go on, and it takes no further one."""
+    ASLEEP = "asleep"
+    """The learner has its device: it falls asleep, sleeps or wakes."""
 
     @property
     def up(self) -> bool:
@@ -58,6 +60,8 @@ class ServingState(StrEnum):
     """It, or its agent, has stopped answering."""
     DRAINING = "draining"
     """It leaves, finishes its running turns and gets no further request."""
+    ASLEEP = "asleep"
+    """The learner has its device for an update."""
 
 
 class ComponentState(StrEnum):

@@ -34,6 +34,7 @@ from kestrl.storage.files import digest
 from kestrl_inference.engine import CONTROL_KEY, Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgentServicer
+from kestrl_inference.sleeper import Sleeper
 from kestrl_inference.watch import Watch
 
 PROBE_IDS = (5, 6, 7, 8, 9)
@@ -200,6 +201,17 @@ class Stage:
             token=Secret.LEARNER_TO_INFERENCE.here(),
         )
 
+    async def sleep(self, *, lease: float = 30, timeout: float = 10) -> None:
+        request = pb.SleepEngineRequest(lease_seconds=lease)
+        token = Secret.LEARNER_TO_INFERENCE.here()
+        await rpc.call(
+            self.stub.SleepEngine, request, pb.SleepEngineResponse, timeout=timeout, peer="agent", token=token
+        )
+
+    async def wake(self) -> None:
+        request, token = pb.WakeEngineRequest(), Secret.LEARNER_TO_INFERENCE.here()
+        await rpc.call(self.stub.WakeEngine, request, pb.WakeEngineResponse, timeout=10, peer="agent", token=token)
+
     async def seen(self, *, look: bool = False) -> pb.GetEngineResponse:
         return await rpc.call(
             self.stub.GetEngine,
@@ -272,7 +284,9 @@ async def make_stage(engine: Fake, tmp_path: Path) -> AsyncIterator[MakeStage]:
             stack.push_async_callback(client.close)
             adapters = LoadedAdapters(settings, client)
             adapters.prepare()
-            watch = Watch(client, adapters, settings.poll_seconds, settings.component)
+            sleeper = Sleeper(client, adapters, turns=settings.turns)
+            stack.push_async_callback(sleeper.close)
+            watch = Watch(client, adapters, sleeper, settings.poll_seconds, settings.component)
             address = await stack.enter_async_context(served(EngineAgentServicer(settings, adapters, watch)))
             channel = await stack.enter_async_context(rpc.channel(address))
             stub: Any = stubs.EngineAgentServiceStub(channel)

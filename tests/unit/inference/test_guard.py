@@ -6,6 +6,8 @@ import ast
 import asyncio
 import inspect
 import json
+import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -87,6 +89,13 @@ LOAD = ("POST", "/v1/load_lora_adapter")
         (("DELETE", "/adapters/job.1"), 401, 403, 200),
         (("POST", "/pause"), 401, 403, 200),
         (("POST", "/collective_rpc"), 401, 403, 200),
+        # Routes of the development mode, which is on where the engine shares its device in turns.
+        (("POST", "/sleep"), 401, 403, 200),
+        (("POST", "/wake_up"), 401, 403, 200),
+        (("GET", "/is_sleeping"), 401, 403, 200),
+        (("POST", "/release_kv_cache_memory"), 401, 403, 200),
+        (("POST", "/update_weights"), 401, 403, 200),
+        (("POST", "/sleep/"), 401, 403, 200),
         (("POST", "/inference/v1/abort_requests"), 401, 403, 200),
         (("GET", "/openapi.json"), 401, 403, 200),
         (("POST", "/health"), 401, 403, 200),
@@ -216,6 +225,41 @@ async def test_an_engine_that_nobody_drains_any_more_takes_turns_again(guarded: 
     assert (await ask(app, *GENERATE, key(DATA)))[0] == 503
     now += 0.2
     assert (await ask(app, *GENERATE, key(DATA)))[0] == 200
+
+
+async def test_a_drain_ends_when_the_engine_is_awake_again(guarded: ControlGuard) -> None:
+    await ask(guarded, *guard.DRAIN, key(CONTROL))
+    assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 503
+    assert [(await ask(guarded, *guard.RESUME, *headers))[0] for headers in ([], [key(DATA)])] == [401, 403]
+    assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 503, "who may not end it has not"
+    assert (await ask(guarded, *guard.RESUME, key(CONTROL)))[0] == 200
+    assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 200
+
+
+ENDED = """
+import asyncio
+from kestrl_inference.inside.guard import END, ControlGuard
+
+async def send(message):
+    print(message.get("status"), flush=True)
+
+async def ask(token):
+    headers = [(b"authorization", b"Bearer " + token)]
+    await ControlGuard(None)({"type": "http", "method": END[0], "path": END[1], "headers": headers}, None, send)
+
+async def main():
+    for token in (b"", b"the-data-key", b"the-control-key"):
+        await ask(token)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.usefixtures("guarded")
+def test_the_agent_alone_ends_a_server_whose_memory_is_not_known() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [line for line in ended.stdout.split() if line != "None"] == ["401", "403"]
 
 
 def test_workers_know_the_refusal_of_a_draining_engine() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.fakes.engine import Fault
 
+from kestrl.episode import BASE_MODEL_NAME
 from kestrl.errors import EngineFailure, FailureError
 from kestrl.storage import Probe
 from kestrl_inference.engine import CONTROL_KEY
@@ -51,6 +52,26 @@ async def test_draws_are_compared_once_per_start(make_stage: Any, engine: Sampli
     await stage.look()
     assert await stage.proved() == {1: True, 2: True}
     assert len(engine.prompts) - before == first + 2
+
+
+async def test_draws_are_compared_again_after_a_start_while_the_engine_slept_and_not_after_a_sleep(
+    make_stage: Any, engine: Sampling
+) -> None:
+    engine.turns, engine.base_model = 0, BASE_MODEL_NAME
+    stage = await make_stage(draws=DRAWS, turns=True)
+    await stage.look()
+    await stage.load(published(stage, 1))
+    first = len(engine.prompts)
+    await stage.sleep()
+    await stage.wake()
+    assert len(engine.prompts) - first == 3, "one score and one token of the version, and one score of the base model"
+    await stage.sleep()
+    await engine.stop()
+    await engine.start()
+    await stage.sleep()
+    await stage.wake()
+    assert len(engine.prompts) - first > DRAWS
+    assert await stage.proved() == {1: True}
 
 
 @pytest.mark.parametrize(

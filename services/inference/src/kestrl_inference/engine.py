@@ -15,11 +15,11 @@ from typing import NamedTuple, TypeVar
 import aiohttp
 
 from kestrl._shared.telemetry import trace_headers
-from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request, Work
+from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request, SleepRoutes, Work
 from kestrl.errors import EngineFailure
 from kestrl.redaction import Redactor
 from kestrl_inference.inside.drain import ANSWER_SECONDS
-from kestrl_inference.inside.guard import DRAIN, IDLE_HEADER
+from kestrl_inference.inside.guard import DRAIN, END, IDLE_HEADER, RESUME
 
 Read = TypeVar("Read")
 SEED = 7
@@ -184,6 +184,49 @@ class Engine:
         """
         answer = await self._call(Request(*DRAIN), seconds=ANSWER_SECONDS)
         return _read(lambda: int(json.loads(answer)["running"]))
+
+    async def resume(self) -> None:
+        """Has the guard let requests of others in again.
+
+        Raises:
+            EngineFailure: No engine answers, or none with a guard that can.
+        """
+        await self._call(Request(*RESUME), seconds=ANSWER_SECONDS)
+
+    async def end(self) -> None:
+        """Ends the engine's server at once, which then cannot answer.
+
+        Raises:
+            EngineFailure: It goes on.
+        """
+        try:
+            await self._call(Request(*END), seconds=ANSWER_SECONDS)
+        except EngineFailure as error:
+            if error.code != "engine_unreachable":
+                raise
+
+    async def sleep(self) -> None:
+        """Has the engine give its device's memory up, and keep its weights in host memory.
+
+        Raises:
+            EngineRefused: It cannot sleep.
+            EngineFailure: No answer.
+        """
+        await self._call(self._sleep_routes().sleep)
+
+    async def wake(self) -> None:
+        """Has the engine take its memory again. Raises what `sleep` does."""
+        await self._call(self._sleep_routes().wake)
+
+    async def sleeping(self) -> bool:
+        """Whether the engine sleeps. Raises what `sleep` does."""
+        answer = await self._call(self._sleep_routes().state, seconds=CHECK_SECONDS)
+        return _read(lambda: bool(json.loads(answer)["is_sleeping"]))
+
+    def _sleep_routes(self) -> SleepRoutes:
+        if self.dialect.sleep_routes is None:
+            raise EngineFailure(f"{self.dialect.name} cannot sleep", code="engine_cannot_sleep", retryable=False)
+        return self.dialect.sleep_routes
 
     async def version(self) -> str:
         """Version of the engine, or `unknown` if it does not say."""

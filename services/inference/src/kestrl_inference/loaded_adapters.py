@@ -18,9 +18,10 @@ from typing import NamedTuple
 from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl._shared.telemetry import span
 from kestrl._shared.telemetry.names import Attr, SpanName
-from kestrl.episode import PolicyVersion
+from kestrl.episode import BASE_MODEL_NAME, PolicyVersion
 from kestrl.errors import Boundary, EngineFailure, Failure, FailureError, KestrlError, StorageError, UserInputError
-from kestrl.storage import AdapterManifest
+from kestrl.storage import AdapterManifest, Probe
+from kestrl.storage.adapters import largest_gap
 from kestrl_inference.engine import Engine, EngineRefused
 from kestrl_inference.fetch import fetch
 from kestrl_inference.proof import ProbeComparison, compare
@@ -80,6 +81,8 @@ class LoadedAdapters:
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._draws_compared = settings.draws == 0
         """Whether what the engine draws was compared with a version's distribution since it started."""
+        self._base_doubted = False
+        """Whether the engine has slept since its base model was compared with a version's manifest."""
         self._lock = asyncio.Lock()
 
     def prepare(self) -> None:
@@ -242,6 +245,8 @@ class LoadedAdapters:
             comparison = compare(
                 name, self.settings.engine_name, adapter.manifest.probe, scores, self.settings.probe_bound, other_probes
             )
+            if self._base_doubted:
+                await self._prove_base(adapter.manifest.probe)
             failure = comparison.failure or await self._sampling_failure(adapter)
             adapter.proved, adapter.failure = failure is None, failure
             if failure is not None:
@@ -337,13 +342,50 @@ class LoadedAdapters:
                     adapter.failure = error.failure(component=self.settings.component)
                     log.warning("%s is not verified on %s: %s", adapter.policy.name, self.settings.engine_name, error)
 
-    def unprove(self, reason: str) -> None:
-        """Marks all versions as unverified because the engine stopped answering."""
+    async def quiet(self) -> None:
+        """Waits until nothing is being loaded, verified or unloaded."""
+        async with self._lock:
+            pass
+
+    async def prove_again(self) -> None:
+        """Verifies every version, and the base model, in an engine that has slept: one of vLLM answered with corrupt
+        adapters (its issue 53888).
+
+        Raises:
+            FailureError: It does not compute one of them as before.
+            EngineFailure: It did not answer, or refused a version.
+        """
+        async with self._lock:
+            self._base_doubted = True
+            for adapter in list(self.held.values()):
+                await self._push(adapter)
+                await self._prove(adapter)
+
+    async def _prove_base(self, probe: Probe) -> None:
+        gap = largest_gap(await self.engine.score(BASE_MODEL_NAME, probe.token_ids), probe.base_logprobs)
+        if gap > self.settings.probe_bound:
+            raise FailureError(
+                Failure(
+                    boundary=Boundary.ENGINE,
+                    code="base_changed",
+                    message=f"{self.settings.engine_name} does not compute the base model as before it slept "
+                    f"(probe gap {gap:.3g}, bound {self.settings.probe_bound:.3g})",
+                    component=self.settings.engine_name,
+                )
+            )
+        self._base_doubted = False
+
+    def unprove(self, reason: str, *, asleep: bool = False) -> None:
+        """Marks all versions as unverified because the engine sleeps, or stopped answering and may be another one when
+        it answers again.
+        """
+        if not asleep:
+            self._draws_compared = self.settings.draws == 0
         for adapter in self.held.values():
             adapter.proved = False
             adapter.failure = Failure(
                 boundary=Boundary.ENGINE,
-                code="engine_down",
+                code="engine_asleep" if asleep else "engine_down",
                 message=reason,
                 retryable=True,
                 component=self.settings.component,

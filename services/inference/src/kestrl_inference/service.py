@@ -14,6 +14,7 @@ from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.metrics import observe_engine
 from kestrl_inference.servicer import EngineAgentServicer
+from kestrl_inference.sleeper import Sleeper
 from kestrl_inference.watch import Watch
 
 
@@ -28,7 +29,8 @@ async def run_agent(settings: AgentSettings) -> None:
     adapters = LoadedAdapters(settings, engine)
     adapters.prepare()
     failure_file = None if settings.failure_file is None else Path(settings.failure_file)
-    watch = Watch(engine, adapters, settings.poll_seconds, settings.component, failure_file)
+    sleeper = Sleeper(engine, adapters, turns=settings.turns)
+    watch = Watch(engine, adapters, sleeper, settings.poll_seconds, settings.component, failure_file)
     servicer = EngineAgentServicer(settings, adapters, watch)
     observe_engine(watch, adapters)
     watching = asyncio.create_task(watch.run(), name="watch-engine")
@@ -48,4 +50,5 @@ async def run_agent(settings: AgentSettings) -> None:
             until=watching,  # an agent that has stopped watching must not continue to answer
         )
     finally:
+        await sleeper.close()
         await engine.close()

@@ -40,14 +40,16 @@ def patience(remaining: float | None, otherwise: float) -> float:
 
 
 class EngineAgentServicer(stubs.EngineAgentServiceServicer):
-    """LoadPolicy, RetirePolicy, GetEngine."""
+    """LoadPolicy, RetirePolicy, SleepEngine, WakeEngine, GetEngine."""
 
     def __init__(self, settings: AgentSettings, adapters: LoadedAdapters, watch: Watch) -> None:
         self._settings, self._adapters, self._watch = settings, adapters, watch
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Any) -> pb.LoadPolicyResponse:
         policy = _policy(request.policy)
-        await self._watch.wait_until_up(patience(context.time_remaining(), self._settings.load_seconds))
+        limit = patience(context.time_remaining(), self._settings.load_seconds)
+        await self._watch.wait_until_up(limit)
+        await self._watch.sleeper.wait_awake(limit)
         loaded = await self._adapters.load(policy, request.uri)
         return pb.LoadPolicyResponse(
             probe_gap=loaded.gap,
@@ -56,9 +58,19 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
             prove_seconds=loaded.prove_seconds,
         )
 
-    async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:  # noqa: ARG002 - gRPC's
+    async def RetirePolicy(self, request: pb.RetirePolicyRequest, context: Any) -> pb.RetirePolicyResponse:
+        await self._watch.sleeper.wait_awake(patience(context.time_remaining(), self._settings.load_seconds))
         await self._adapters.retire(_policy(request.policy))
         return pb.RetirePolicyResponse()
+
+    async def SleepEngine(self, request: pb.SleepEngineRequest, context: Any) -> pb.SleepEngineResponse:
+        limit = patience(context.time_remaining(), self._settings.load_seconds)
+        await self._watch.sleeper.sleep(request.lease_seconds, limit)
+        return pb.SleepEngineResponse()
+
+    async def WakeEngine(self, request: pb.WakeEngineRequest, context: Any) -> pb.WakeEngineResponse:  # noqa: ARG002 - gRPC's
+        await self._watch.sleeper.wake(patience(context.time_remaining(), self._settings.load_seconds))
+        return pb.WakeEngineResponse()
 
     async def GetEngine(self, request: pb.GetEngineRequest, context: Any) -> pb.GetEngineResponse:  # noqa: ARG002 - gRPC's
         watch = self._watch
@@ -72,7 +84,7 @@ class EngineAgentServicer(stubs.EngineAgentServiceServicer):
                 pb.LoadedPolicy(
                     policy=policy_to_proto(adapter.policy),
                     # A verification that ended when the engine went down is not valid for the restarted engine.
-                    proved=adapter.proved and watch.state is not EngineState.DOWN,
+                    proved=adapter.proved and watch.state is not EngineState.DOWN and not watch.sleeper.turn.shut,
                     failure=None if adapter.failure is None else failure_to_proto(adapter.failure),
                 )
                 for adapter in self._adapters.held.values()

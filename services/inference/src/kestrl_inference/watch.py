@@ -16,6 +16,8 @@ from kestrl.runstate.states import EngineState
 from kestrl_inference.engine import BUSY, Engine, IdleSeconds, Pulse, until
 from kestrl_inference.inside.drain import ASK_SECONDS, drained
 from kestrl_inference.loaded_adapters import LoadedAdapters
+from kestrl_inference.sleeper import Sleeper
+from kestrl_inference.turns import TurnEvent
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class Watch:
 
     engine: Engine
     adapters: LoadedAdapters
+    sleeper: Sleeper
     poll_seconds: float
     component: str
     failure_file: Path | None = None
@@ -61,7 +64,11 @@ class Watch:
     @property
     def reported_state(self) -> EngineState:
         """The engine's state as others are to know it."""
-        return EngineState.DRAINING if self.leaving and self.state is not EngineState.DOWN else self.state
+        if self.state is EngineState.DOWN:
+            return self.state
+        if self.leaving:
+            return EngineState.DRAINING
+        return EngineState.ASLEEP if self.sleeper.turn.shut else self.state
 
     async def drain(self, limit: float) -> None:
         """Drains the engine until its turns are over and others have heard of it, or it is gone.
@@ -98,6 +105,17 @@ class Watch:
         if not now.healthy:
             self._is_down(now)
             return
+        if self._seen is not None and self._seen.healthy and came_back(self._seen, now, frozenset()):
+            self.sleeper.apply(TurnEvent.LOST)
+        try:
+            await self.sleeper.appeared()
+        except EngineFailure as error:
+            log.warning("%s: %s; retrying", self.component, error)
+            return
+        await self.sleeper.keep()
+        if self.sleeper.turn.shut:
+            self._rests(now)
+            return
         # Only versions verified before and after the check: others may have been loaded or retired meanwhile.
         await self._is_up(now, before & self.adapters.proved())
 
@@ -129,8 +147,19 @@ class Watch:
             self.failure_file.unlink(missing_ok=True)  # the record of an earlier start
         self.up.set()
 
+    def _rests(self, now: Pulse) -> None:
+        """The engine answers and gets neither loads nor proofs of this: its turn is over, or not yet begun."""
+        if self._seen is not None and came_back(self._seen, now, frozenset()):
+            self.restarts += 1
+            log.warning("%s is back (restart %d) in the learner's turn", self.component, self.restarts)
+            self.adapters.unprove("the engine has restarted")
+        if self.state is EngineState.DOWN:
+            self.state, self.failure = EngineState.RECOVERING, None
+        self._seen = now
+
     def _is_down(self, now: Pulse) -> None:
         self._seen = now
+        self.sleeper.apply(TurnEvent.LOST)
         if self.failure_file is not None and (start_failure := engine_failure.read(self.failure_file)) is not None:
             self._cannot_start(start_failure)
         if self.state is EngineState.STARTING:

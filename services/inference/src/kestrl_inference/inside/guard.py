@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -34,6 +35,10 @@ IDLE_HEADER = b"x-kestrl-idle"
 """Header of answers to the agent: seconds without a request to a data route, and seconds since the start."""
 DRAIN = ("POST", "/kestrl/drain")
 """The guard's own route, for the control key: drains the engine for `DRAIN_SECONDS`, and answers `{"running": n}`."""
+RESUME = ("POST", "/kestrl/resume")
+"""The guard's own route, for the control key: ends a drain, as when an engine has slept and woken."""
+END = ("POST", "/kestrl/end")
+"""The guard's own route, for the control key: ends the server at once, so that it is started anew."""
 DRAIN_SECONDS = 10.0
 """How long the engine drains after a request to. Who drains it repeats the request until the engine ends; an agent that
 is restarted alone leaves no engine behind that refuses every turn."""
@@ -145,9 +150,12 @@ class ControlGuard:
             await self._app(scope, receive, send)
             return
         status = 403 if kind != "http" else self.refusal(scope["method"], scope["path"], bearer(scope["headers"]))
-        if status is None and (scope["method"], scope["path"]) == DRAIN:
-            self._drains_until = self._clock() + DRAIN_SECONDS
+        route = (scope.get("method"), scope["path"])
+        if status is None and route in {DRAIN, RESUME}:
+            self._drains_until = self._clock() + (DRAIN_SECONDS if route == DRAIN else 0.0)
             await _answer(200, {"running": self._idle.running}, send)
+        elif status is None and route == END:
+            os.kill(os.getpid(), signal.SIGKILL)
         elif status is None:
             await self._pass_on(scope, receive, send)
         elif kind == "http":

@@ -39,6 +39,8 @@ class AgentSettings(ServiceSettings):
     """Time after which no further ones are drawn, on a slow engine."""
     load_seconds: float = 60.0
     poll_seconds: float = 1.0
+    turns: bool = False
+    """Whether the engine gives its device to the learner for each update."""
     drain_seconds: float = 120.0
     """Longest time that running turns have after SIGTERM."""
 

@@ -25,37 +25,45 @@ _sym_db = _symbol_database.Default()
 from kestrl.api.common.v1 import common_pb2 as kestrl_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'kestrl/api/inference/v1/inference.proto\x12\x17kestrl.api.inference.v1\x1a!kestrl/api/common/v1/common.proto\"U\n\x11LoadPolicyRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0b\n\x03uri\x18\x02 \x01(\t\"k\n\x12LoadPolicyResponse\x12\x11\n\tprobe_gap\x18\x01 \x01(\x01\x12\x15\n\rfetch_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x15\n\rprove_seconds\x18\x04 \x01(\x01\"J\n\x13RetirePolicyRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\"\x16\n\x14RetirePolicyResponse\" \n\x10GetEngineRequest\x12\x0c\n\x04look\x18\x01 \x01(\x08\"\x83\x01\n\x0cLoadedPolicy\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0e\n\x06proved\x18\x02 \x01(\x08\x12.\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\"U\n\nEngineLoad\x12\x10\n\x08kv_usage\x18\x01 \x01(\x01\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x03\",\n\nEngineIdle\x12\x0c\n\x04idle\x18\x01 \x01(\x01\x12\x10\n\x08observed\x18\x02 \x01(\x01\"\x83\x01\n\nEngineWork\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x16\n\x0esampled_tokens\x18\x03 \x01(\x03\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x05 \x01(\x01\"?\n\x0b\x45ngineBuild\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07witness\x18\x03 \x01(\t\"\xac\x03\n\x11GetEngineResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.kestrl.api.inference.v1.EngineState\x12\x37\n\x08policies\x18\x04 \x03(\x0b\x32%.kestrl.api.inference.v1.LoadedPolicy\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12.\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x31\n\x04load\x18\x07 \x01(\x0b\x32#.kestrl.api.inference.v1.EngineLoad\x12\x33\n\x05\x62uild\x18\x08 \x01(\x0b\x32$.kestrl.api.inference.v1.EngineBuild\x12\x31\n\x04idle\x18\t \x01(\x0b\x32#.kestrl.api.inference.v1.EngineIdle\x12\x31\n\x04work\x18\n \x01(\x0b\x32#.kestrl.api.inference.v1.EngineWork*\xad\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x32\xcc\x02\n\x12\x45ngineAgentService\x12\x65\n\nLoadPolicy\x12*.kestrl.api.inference.v1.LoadPolicyRequest\x1a+.kestrl.api.inference.v1.LoadPolicyResponse\x12k\n\x0cRetirePolicy\x12,.kestrl.api.inference.v1.RetirePolicyRequest\x1a-.kestrl.api.inference.v1.RetirePolicyResponse\x12\x62\n\tGetEngine\x12).kestrl.api.inference.v1.GetEngineRequest\x1a*.kestrl.api.inference.v1.GetEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'kestrl/api/inference/v1/inference.proto\x12\x17kestrl.api.inference.v1\x1a!kestrl/api/common/v1/common.proto\"+\n\x12SleepEngineRequest\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x15\n\x13SleepEngineResponse\"\x13\n\x11WakeEngineRequest\"\x14\n\x12WakeEngineResponse\"U\n\x11LoadPolicyRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0b\n\x03uri\x18\x02 \x01(\t\"k\n\x12LoadPolicyResponse\x12\x11\n\tprobe_gap\x18\x01 \x01(\x01\x12\x15\n\rfetch_seconds\x18\x02 \x01(\x01\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x15\n\rprove_seconds\x18\x04 \x01(\x01\"J\n\x13RetirePolicyRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\"\x16\n\x14RetirePolicyResponse\" \n\x10GetEngineRequest\x12\x0c\n\x04look\x18\x01 \x01(\x08\"\x83\x01\n\x0cLoadedPolicy\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12\x0e\n\x06proved\x18\x02 \x01(\x08\x12.\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\"U\n\nEngineLoad\x12\x10\n\x08kv_usage\x18\x01 \x01(\x01\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\x13\n\x0bpreemptions\x18\x04 \x01(\x03\",\n\nEngineIdle\x12\x0c\n\x04idle\x18\x01 \x01(\x01\x12\x10\n\x08observed\x18\x02 \x01(\x01\"\x83\x01\n\nEngineWork\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x15\n\rcached_tokens\x18\x02 \x01(\x03\x12\x16\n\x0esampled_tokens\x18\x03 \x01(\x03\x12\x17\n\x0fprefill_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x05 \x01(\x01\"?\n\x0b\x45ngineBuild\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07witness\x18\x03 \x01(\t\"\xac\x03\n\x11GetEngineResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.kestrl.api.inference.v1.EngineState\x12\x37\n\x08policies\x18\x04 \x03(\x0b\x32%.kestrl.api.inference.v1.LoadedPolicy\x12\x10\n\x08restarts\x18\x05 \x01(\x05\x12.\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1d.kestrl.api.common.v1.Failure\x12\x31\n\x04load\x18\x07 \x01(\x0b\x32#.kestrl.api.inference.v1.EngineLoad\x12\x33\n\x05\x62uild\x18\x08 \x01(\x0b\x32$.kestrl.api.inference.v1.EngineBuild\x12\x31\n\x04idle\x18\t \x01(\x0b\x32#.kestrl.api.inference.v1.EngineIdle\x12\x31\n\x04work\x18\n \x01(\x0b\x32#.kestrl.api.inference.v1.EngineWork*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_ASLEEP\x10\x06\x32\x9d\x04\n\x12\x45ngineAgentService\x12\x65\n\nLoadPolicy\x12*.kestrl.api.inference.v1.LoadPolicyRequest\x1a+.kestrl.api.inference.v1.LoadPolicyResponse\x12k\n\x0cRetirePolicy\x12,.kestrl.api.inference.v1.RetirePolicyRequest\x1a-.kestrl.api.inference.v1.RetirePolicyResponse\x12\x62\n\tGetEngine\x12).kestrl.api.inference.v1.GetEngineRequest\x1a*.kestrl.api.inference.v1.GetEngineResponse\x12h\n\x0bSleepEngine\x12+.kestrl.api.inference.v1.SleepEngineRequest\x1a,.kestrl.api.inference.v1.SleepEngineResponse\x12\x65\n\nWakeEngine\x12*.kestrl.api.inference.v1.WakeEngineRequest\x1a+.kestrl.api.inference.v1.WakeEngineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kestrl.api.inference.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1331
-  _globals['_ENGINESTATE']._serialized_end=1504
-  _globals['_LOADPOLICYREQUEST']._serialized_start=103
-  _globals['_LOADPOLICYREQUEST']._serialized_end=188
-  _globals['_LOADPOLICYRESPONSE']._serialized_start=190
-  _globals['_LOADPOLICYRESPONSE']._serialized_end=297
-  _globals['_RETIREPOLICYREQUEST']._serialized_start=299
-  _globals['_RETIREPOLICYREQUEST']._serialized_end=373
-  _globals['_RETIREPOLICYRESPONSE']._serialized_start=375
-  _globals['_RETIREPOLICYRESPONSE']._serialized_end=397
-  _globals['_GETENGINEREQUEST']._serialized_start=399
-  _globals['_GETENGINEREQUEST']._serialized_end=431
-  _globals['_LOADEDPOLICY']._serialized_start=434
-  _globals['_LOADEDPOLICY']._serialized_end=565
-  _globals['_ENGINELOAD']._serialized_start=567
-  _globals['_ENGINELOAD']._serialized_end=652
-  _globals['_ENGINEIDLE']._serialized_start=654
-  _globals['_ENGINEIDLE']._serialized_end=698
-  _globals['_ENGINEWORK']._serialized_start=701
-  _globals['_ENGINEWORK']._serialized_end=832
-  _globals['_ENGINEBUILD']._serialized_start=834
-  _globals['_ENGINEBUILD']._serialized_end=897
-  _globals['_GETENGINERESPONSE']._serialized_start=900
-  _globals['_GETENGINERESPONSE']._serialized_end=1328
-  _globals['_ENGINEAGENTSERVICE']._serialized_start=1507
-  _globals['_ENGINEAGENTSERVICE']._serialized_end=1839
+  _globals['_ENGINESTATE']._serialized_start=1442
+  _globals['_ENGINESTATE']._serialized_end=1640
+  _globals['_SLEEPENGINEREQUEST']._serialized_start=103
+  _globals['_SLEEPENGINEREQUEST']._serialized_end=146
+  _globals['_SLEEPENGINERESPONSE']._serialized_start=148
+  _globals['_SLEEPENGINERESPONSE']._serialized_end=169
+  _globals['_WAKEENGINEREQUEST']._serialized_start=171
+  _globals['_WAKEENGINEREQUEST']._serialized_end=190
+  _globals['_WAKEENGINERESPONSE']._serialized_start=192
+  _globals['_WAKEENGINERESPONSE']._serialized_end=212
+  _globals['_LOADPOLICYREQUEST']._serialized_start=214
+  _globals['_LOADPOLICYREQUEST']._serialized_end=299
+  _globals['_LOADPOLICYRESPONSE']._serialized_start=301
+  _globals['_LOADPOLICYRESPONSE']._serialized_end=408
+  _globals['_RETIREPOLICYREQUEST']._serialized_start=410
+  _globals['_RETIREPOLICYREQUEST']._serialized_end=484
+  _globals['_RETIREPOLICYRESPONSE']._serialized_start=486
+  _globals['_RETIREPOLICYRESPONSE']._serialized_end=508
+  _globals['_GETENGINEREQUEST']._serialized_start=510
+  _globals['_GETENGINEREQUEST']._serialized_end=542
+  _globals['_LOADEDPOLICY']._serialized_start=545
+  _globals['_LOADEDPOLICY']._serialized_end=676
+  _globals['_ENGINELOAD']._serialized_start=678
+  _globals['_ENGINELOAD']._serialized_end=763
+  _globals['_ENGINEIDLE']._serialized_start=765
+  _globals['_ENGINEIDLE']._serialized_end=809
+  _globals['_ENGINEWORK']._serialized_start=812
+  _globals['_ENGINEWORK']._serialized_end=943
+  _globals['_ENGINEBUILD']._serialized_start=945
+  _globals['_ENGINEBUILD']._serialized_end=1008
+  _globals['_GETENGINERESPONSE']._serialized_start=1011
+  _globals['_GETENGINERESPONSE']._serialized_end=1439
+  _globals['_ENGINEAGENTSERVICE']._serialized_start=1643
+  _globals['_ENGINEAGENTSERVICE']._serialized_end=2184
 # @@protoc_insertion_point(module_scope)

@@ -38,6 +38,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Stopped answering."""
     ENGINE_STATE_DRAINING: _EngineState.ValueType  # 5
     """Leaves: running turns go on, and it takes no further one."""
+    ENGINE_STATE_ASLEEP: _EngineState.ValueType  # 6
+    """The learner has the device: it falls asleep, sleeps or wakes."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """State of an engine. The values mirror kestrl.states.EngineState."""
@@ -54,7 +56,82 @@ ENGINE_STATE_DOWN: EngineState.ValueType  # 4
 """Stopped answering."""
 ENGINE_STATE_DRAINING: EngineState.ValueType  # 5
 """Leaves: running turns go on, and it takes no further one."""
+ENGINE_STATE_ASLEEP: EngineState.ValueType  # 6
+"""The learner has the device: it falls asleep, sleeps or wakes."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
+
+@_typing.final
+class SleepEngineRequest(_message.Message):
+    """For how long the device is taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    lease_seconds: _builtins.float
+    """Seconds after which the engine wakes by itself unless it is asked again."""
+    def __init__(
+        self,
+        *,
+        lease_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEngineRequest: _TypeAlias = SleepEngineRequest  # noqa: Y015
+
+@_typing.final
+class SleepEngineResponse(_message.Message):
+    """The engine sleeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEngineResponse: _TypeAlias = SleepEngineResponse  # noqa: Y015
+
+@_typing.final
+class WakeEngineRequest(_message.Message):
+    """The device is given back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEngineRequest: _TypeAlias = WakeEngineRequest  # noqa: Y015
+
+@_typing.final
+class WakeEngineResponse(_message.Message):
+    """The engine is awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEngineResponse: _TypeAlias = WakeEngineResponse  # noqa: Y015
 
 @_typing.final
 class LoadPolicyRequest(_message.Message):

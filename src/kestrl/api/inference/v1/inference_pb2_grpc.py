@@ -50,6 +50,16 @@ class EngineAgentServiceStub(object):
                 request_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineRequest.SerializeToString,
                 response_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineResponse.FromString,
                 _registered_method=True)
+        self.SleepEngine = channel.unary_unary(
+                '/kestrl.api.inference.v1.EngineAgentService/SleepEngine',
+                request_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineRequest.SerializeToString,
+                response_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineResponse.FromString,
+                _registered_method=True)
+        self.WakeEngine = channel.unary_unary(
+                '/kestrl.api.inference.v1.EngineAgentService/WakeEngine',
+                request_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineRequest.SerializeToString,
+                response_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineResponse.FromString,
+                _registered_method=True)
 
 
 class EngineAgentServiceServicer(object):
@@ -77,6 +87,21 @@ class EngineAgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepEngine(self, request, context):
+        """Drains the engine and puts it to sleep, or prolongs its sleep; returns once its device is free. For engines that
+        share their device with the learner in turns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeEngine(self, request, context):
+        """Wakes the engine; returns once it has verified its versions and the base model again. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineAgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +119,16 @@ def add_EngineAgentServiceServicer_to_server(servicer, server):
                     servicer.GetEngine,
                     request_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineRequest.FromString,
                     response_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineResponse.SerializeToString,
+            ),
+            'SleepEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngine,
+                    request_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineRequest.FromString,
+                    response_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineResponse.SerializeToString,
+            ),
+            'WakeEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeEngine,
+                    request_deserializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineRequest.FromString,
+                    response_serializer=kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +213,60 @@ class EngineAgentService(object):
             '/kestrl.api.inference.v1.EngineAgentService/GetEngine',
             kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineRequest.SerializeToString,
             kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.GetEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrl.api.inference.v1.EngineAgentService/SleepEngine',
+            kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineRequest.SerializeToString,
+            kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.SleepEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrl.api.inference.v1.EngineAgentService/WakeEngine',
+            kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineRequest.SerializeToString,
+            kestrl_dot_api_dot_inference_dot_v1_dot_inference__pb2.WakeEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,12 @@ class EngineAgentServiceStub:
     """Unloads and removes a version; idempotent."""
     GetEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetEngineRequest, _inference_pb2.GetEngineResponse]
     """State of the engine and its verified versions."""
+    SleepEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.SleepEngineRequest, _inference_pb2.SleepEngineResponse]
+    """Drains the engine and puts it to sleep, or prolongs its sleep; returns once its device is free. For engines that
+    share their device with the learner in turns.
+    """
+    WakeEngine: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WakeEngineRequest, _inference_pb2.WakeEngineResponse]
+    """Wakes the engine; returns once it has verified its versions and the base model again. Idempotent."""
 
 @_typing.type_check_only
 class EngineAgentServiceAsyncStub(EngineAgentServiceStub):
@@ -51,6 +57,12 @@ class EngineAgentServiceAsyncStub(EngineAgentServiceStub):
     """Unloads and removes a version; idempotent."""
     GetEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetEngineRequest, _inference_pb2.GetEngineResponse]  # type: ignore[assignment]
     """State of the engine and its verified versions."""
+    SleepEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.SleepEngineRequest, _inference_pb2.SleepEngineResponse]  # type: ignore[assignment]
+    """Drains the engine and puts it to sleep, or prolongs its sleep; returns once its device is free. For engines that
+    share their device with the learner in turns.
+    """
+    WakeEngine: _aio.UnaryUnaryMultiCallable[_inference_pb2.WakeEngineRequest, _inference_pb2.WakeEngineResponse]  # type: ignore[assignment]
+    """Wakes the engine; returns once it has verified its versions and the base model again. Idempotent."""
 
 class EngineAgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """Loads, verifies and retires policy versions on one engine."""
@@ -78,5 +90,23 @@ class EngineAgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetEngineResponse, _abc.Awaitable[_inference_pb2.GetEngineResponse]]:
         """State of the engine and its verified versions."""
+
+    @_abc_1.abstractmethod
+    def SleepEngine(
+        self,
+        request: _inference_pb2.SleepEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.SleepEngineResponse, _abc.Awaitable[_inference_pb2.SleepEngineResponse]]:
+        """Drains the engine and puts it to sleep, or prolongs its sleep; returns once its device is free. For engines that
+        share their device with the learner in turns.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeEngine(
+        self,
+        request: _inference_pb2.WakeEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.WakeEngineResponse, _abc.Awaitable[_inference_pb2.WakeEngineResponse]]:
+        """Wakes the engine; returns once it has verified its versions and the base model again. Idempotent."""
 
 def add_EngineAgentServiceServicer_to_server(servicer: EngineAgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -86,6 +86,8 @@ class _ServingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServingS
     """It, or its agent, has stopped answering."""
     SERVING_STATE_DRAINING: _ServingState.ValueType  # 7
     """It leaves, finishes its running turns and gets no further request."""
+    SERVING_STATE_ASLEEP: _ServingState.ValueType  # 8
+    """Gave its device to the learner, and has it again after the update."""
 
 class ServingState(_ServingState, metaclass=_ServingStateEnumTypeWrapper):
     """Whether an engine serves the newest version. The values mirror kestrl.states.ServingState."""
@@ -106,6 +108,8 @@ SERVING_STATE_AWAY: ServingState.ValueType  # 6
 """It, or its agent, has stopped answering."""
 SERVING_STATE_DRAINING: ServingState.ValueType  # 7
 """It leaves, finishes its running turns and gets no further request."""
+SERVING_STATE_ASLEEP: ServingState.ValueType  # 8
+"""Gave its device to the learner, and has it again after the update."""
 Global___ServingState: _TypeAlias = ServingState  # noqa: Y015
 
 @_typing.final

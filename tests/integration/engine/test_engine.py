@@ -9,28 +9,25 @@ import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fakes.ports import free_port
+from tests.integration.conftest import planned_engine
 
 from kestrl._app.engines.variables import engine_environment
 from kestrl._app.local.processes import Launcher
 from kestrl._app.local.supervisor import ComponentFailed, Supervisor
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
-from kestrl._shared.plan.settings.inference import AgentSettings
 from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure, FailureError
 from kestrl.runstate.states import EngineState
 from kestrl.testing.engines import check_engine
-from kestrl_inference.engine import CONTROL_KEY, Engine
-from kestrl_inference.loaded_adapters import LoadedAdapters
-from kestrl_inference.watch import Watch
+from kestrl_inference.engine import CONTROL_KEY
 
-from .conftest import planned_engine
+from .agents import BOUND, Agent, beside
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,51 +38,6 @@ pytestmark = [
 
 DATA, CONTROL = "test-data-key", "test-control-key"
 EMBEDDED = {28: ["embed_tokens"], 29: ["embed_tokens", "q_proj", "down_proj"]}
-BOUND = 1e-4
-"""Twenty times what float32 gives (5e-6): see research/vllm-cpu.md section 3."""
-
-
-@dataclass
-class Agent:
-    """The agent's parts beside one server, in this process."""
-
-    server: Any
-    engine: Engine
-    adapters: LoadedAdapters
-    watch: Watch
-    folder: Path
-
-    async def loaded(self) -> dict[str, str]:
-        return await self.engine.adapters()
-
-    async def end(self) -> None:
-        """Leaves the server as it was found."""
-        if (await self.engine.look()).healthy:
-            for held in list(self.adapters.held.values()):
-                await self.adapters.retire(held.policy)
-        await self.engine.close()
-
-
-async def beside(server: Any, folder: Path) -> Agent:
-    settings = AgentSettings(
-        component="inference-0",
-        job="job",
-        run="run",
-        listen="unused:1",
-        engine_name="engine-0",
-        engine_url=server.url,
-        base_model="tiny",
-        adapters_dir=str(folder),
-        slots=3,
-        probe_bound=BOUND,
-    )
-    engine = Engine(server.url, "base", Vllm(), timeout=60)
-    adapters = LoadedAdapters(settings, engine)
-    adapters.prepare()
-    watch = Watch(engine, adapters, 1.0, settings.component)
-    await watch.look()
-    assert watch.state is EngineState.READY
-    return Agent(server, engine, adapters, watch, folder)
 
 
 @pytest.fixture

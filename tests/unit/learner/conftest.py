@@ -81,6 +81,8 @@ class Stage:
     agents: list[FakeAgent]
     workers: list[FakeWorker]
     folder: Path
+    oracle: Oracle
+    """What the agents and workers have their log-probs from."""
     failures: list[Failure] = field(default_factory=list)
 
     def read(self, path: str) -> Any:
@@ -233,6 +235,6 @@ def staged(models: dict[str, Path], tmp_path: Path) -> Staging:
                 engines=entries,
                 **changes,
             )
-            yield Stage(settings=settings, agents=agents, workers=fakes, folder=tmp_path)
+            yield Stage(settings=settings, agents=agents, workers=fakes, folder=tmp_path, oracle=oracle)
 
     return build

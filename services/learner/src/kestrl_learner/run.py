@@ -47,7 +47,7 @@ from kestrl_learner.store.event_log import EventLog
 from kestrl_learner.store.records import summary_of
 from kestrl_learner.store.run_end import end_run
 from kestrl_learner.store.runstore import DRAIN_SECONDS, Patience, RunStore
-from kestrl_learner.train.compute import Compute
+from kestrl_learner.train.compute import Compute, release_cache
 from kestrl_learner.train.launcher import load_compute
 from kestrl_learner.training import TrainingRun
 
@@ -341,5 +341,4 @@ class KeepAlive:
 def _free_memory(device: str) -> None:
     """Frees the memory of the model, on its device too."""
     gc.collect()
-    if device != "cpu":
-        torch.accelerator.empty_cache()
+    release_cache(device)

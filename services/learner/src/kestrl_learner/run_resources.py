@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from typing import Any
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
@@ -93,8 +94,16 @@ class RunResources:
         """Time spent on the run so far by all its processes."""
         return self._earlier_seconds + time.monotonic() - self._began
 
-    async def publish(self, model: AdapterSource, step: int, parent: str | None) -> PolicyVersion:
+    async def publish(
+        self, model: AdapterSource, step: int, parent: str | None, turn: AsyncExitStack | None = None
+    ) -> PolicyVersion:
         """Stores the adapter as a version and waits until engines have verified it.
+
+        Args:
+            model: The adapter and what it changes.
+            step: Steps that it was trained in.
+            parent: Name of the version it was trained from.
+            turn: What ends the learner's turn on the device, once the probe is computed.
 
         Raises:
             Interrupted: The run is draining.
@@ -108,6 +117,8 @@ class RunResources:
                     self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
                 )
             )
+            if turn is not None:
+                await turn.aclose()
             distance = None if self._probe is None else manifest.probe.apart(self._probe)
             self._probe = manifest.probe
             await self.serve(manifest.policy, uri, manifest.parent, began=began, probe_distance=distance)

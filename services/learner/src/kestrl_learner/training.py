@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 
@@ -26,7 +27,7 @@ from kestrl.runstate.history import LastStep, Mismatch
 from kestrl.runstate.state import WINDOW_STEPS
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import layout
-from kestrl.storage.episodes import EpisodeBatch, GroupOutcome, StoredGroup, TrainedTokens
+from kestrl.storage.episodes import EpisodeBatch, StoredGroup
 from kestrl_learner.batch.rows import train_batch
 from kestrl_learner.concurrency import Interrupted, guarded
 from kestrl_learner.dispatch.group_queue import ReadyGroup
@@ -67,21 +68,6 @@ def refuse_if_superseded(ledger: Ledger) -> None:
         raise
     except KestrlError as error:
         log.warning("cannot check whether this learner still owns the run: %s", error)
-
-
-def _stored(ready: ReadyGroup, tokens: Mapping[int, TrainedTokens]) -> StoredGroup:
-    """A group that a step consumed.
-
-    Args:
-        ready: The group.
-        tokens: What the step computed, by position of the episode in the group.
-    """
-    return StoredGroup(
-        group=ready.whole or ready.group,
-        outcome=GroupOutcome.SHRUNK if ready.whole else GroupOutcome.TRAINED,
-        attempt=ready.lease.attempt,
-        tokens={ready.group.episodes[position].id: episode_tokens for position, episode_tokens in tokens.items()},
-    )
 
 
 class TrainingRun:
@@ -262,15 +248,7 @@ class TrainingRun:
                 if not ready:
                     break
                 await self._save_before_update()
-                collected = time.monotonic()
-                result = await self._update(ready, policy)
-                trained = time.monotonic()
-                self._longest_update = max(self._longest_update, trained - collected)
-                # The ledger first: from here on weights and ledger agree, and a checkpoint can be written at any time.
-                self._ledger.train([item.lease for item in ready], self._done + 1)
-                self._done += 1
-                await self._record(ready, result, began, collected, trained)
-                policy = await self._publish(policy.name)
+                policy = await self._step(ready, policy, began)
             await self._evaluate_between(policy)
             if self._done % settings.checkpoint_every == 0 or self._done == resources.steps:
                 await self._save()
@@ -280,9 +258,24 @@ class TrainingRun:
                 self._apply_retention, self._source.versions_in_use() | resources.engines.wanted() | {policy.name}
             )
 
-    async def _publish(self, parent: str | None) -> PolicyVersion:
+    async def _step(self, ready: Sequence[ReadyGroup], policy: PolicyVersion, began: float) -> PolicyVersion:
+        """Updates the policy by groups that were collected since `began`; returns the next version."""
+        async with AsyncExitStack() as turn:
+            collected = time.monotonic()
+            if self._settings.turns:
+                await turn.enter_async_context(self._resources.engines.asleep(self._settings.device))
+            result = await self._update(ready, policy)
+            trained = time.monotonic()
+            self._longest_update = max(self._longest_update, trained - collected)
+            # The ledger first: from here on weights and ledger agree, and a checkpoint can be written at any time.
+            self._ledger.train([item.lease for item in ready], self._done + 1)
+            self._done += 1
+            await self._record(ready, result, began, collected, trained)
+            return await self._publish(policy.name, turn)
+
+    async def _publish(self, parent: str | None, turn: AsyncExitStack | None = None) -> PolicyVersion:
         resources = self._resources
-        policy = await resources.publish(self._model, self._done, parent)
+        policy = await resources.publish(self._model, self._done, parent, turn)
         learning = learning_in(resources.progress.state, self._settings)
         is_settled = learning.learned is False and self._done >= min(WINDOW_STEPS, resources.steps)
         if learning.learned or is_settled:
@@ -315,7 +308,7 @@ class TrainingRun:
         """Stores episodes and metrics of a step and publishes its progress."""
         resources, step = self._resources, self._done
         groups = [item.group for item in ready]
-        stored = [_stored(item, tokens) for item, tokens in zip(ready, result.tokens, strict=True)]
+        stored = [item.stored(tokens) for item, tokens in zip(ready, result.tokens, strict=True)]
         trace_advantages(step, stored)
         await self._store(step, [*stored, *self._source.take_ended()])
         now = time.monotonic()

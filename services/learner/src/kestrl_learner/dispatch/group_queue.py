@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kestrl.episode import Group, PolicyVersion
+from kestrl.storage.episodes import GroupOutcome, StoredGroup, TrainedTokens
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.ledger import Lease
 
@@ -19,6 +20,19 @@ class ReadyGroup:
     policy: PolicyVersion
     whole: Group | None = None
     """With the failed episodes that `group` is without; None if it has none."""
+
+    def stored(self, tokens: Mapping[int, TrainedTokens]) -> StoredGroup:
+        """The group as one that a step consumed.
+
+        Args:
+            tokens: What the step computed, by position of the episode in the group.
+        """
+        return StoredGroup(
+            group=self.whole or self.group,
+            outcome=GroupOutcome.SHRUNK if self.whole else GroupOutcome.TRAINED,
+            attempt=self.lease.attempt,
+            tokens={self.group.episodes[position].id: episode_tokens for position, episode_tokens in tokens.items()},
+        )
 
 
 class GroupQueue:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from kestrl._shared.backoff import Backoff
-from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
-from kestrl._shared.rpc import call, channel
+from kestrl._shared.rpc import channel
 from kestrl._shared.rpc.codec import engine_state_from_proto
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Metric
@@ -36,6 +35,7 @@ from kestrl.runstate.state import EngineBuild, EngineReport
 from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Listeners, Signal
 from kestrl_learner.engines.admission import EngineLoad
+from kestrl_learner.engines.device_turns import device_turn
 from kestrl_learner.engines.discovery import EngineDiscovery, discovery_of
 from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure, reported_work
 from kestrl_learner.engines.proofs import Proofs
@@ -84,6 +84,8 @@ class Engines:
         self._progress, self._start_seconds = progress, start_seconds
         self._wanted: dict[str, PublishedPolicy] = {}
         self._proofs, self.serving = Proofs(), Serving()
+        self._device_taken = False
+        """Whether the learner has the device of engines that use it in turns; they are woken when it has not."""
         self._changed = Signal()
         self.changes = Listeners()
         """Called when what the engines have proved may have changed."""
@@ -119,6 +121,17 @@ class Engines:
                 engine.suspected = True
                 engine.wake.set()
 
+    @asynccontextmanager
+    async def asleep(self, device: str) -> AsyncGenerator[None]:
+        """The learner's turn on a device that the engines use in turns with it; raises what `device_turn` does."""
+        self._device_taken = True
+        try:
+            async with device_turn(self._known, device, seconds=self._start_seconds):
+                yield
+        finally:
+            self._device_taken = False
+            self._look()  # engines that sleep are woken
+
     def loads(self) -> dict[str, EngineLoad]:
         """Load of the engines that are up, as of the last poll."""
         return {engine.entry.name: engine.load for engine in self._known if engine.up}
@@ -152,8 +165,7 @@ class Engines:
             VersionPublished(version=policy, uri=uri, parent=parent or "", probe_distance=probe_distance)
         )
         self._publish_status()  # at once: engines have not verified this version yet
-        for engine in self._known:
-            engine.wake.set()
+        self._look()
         await self.wait_verified(policy)
         waited = list(self._known) if serving is None else serving  # who joins later keeps nobody waiting
         with suppress(TimeoutError):
@@ -197,6 +209,10 @@ class Engines:
                 engine.proved.discard(name)
                 engine.load_failures.pop(name, None)
             self._proofs.forget(name)
+        self._look()
+
+    def _look(self) -> None:
+        """Looks at every engine soon."""
         for engine in self._known:
             engine.wake.set()
 
@@ -272,14 +288,8 @@ class Engines:
     async def _poll(self, engine: KnownEngine) -> None:
         before, suspected = engine.snapshot(), engine.suspected
         try:
-            answer = await call(
-                engine.stub.GetEngine,
-                pb.GetEngineRequest(look=suspected),
-                pb.GetEngineResponse,
-                timeout=CALL_SECONDS,
-                peer=engine.entry.name,
-                token=Secret.LEARNER_TO_INFERENCE.here(),
-            )
+            request = pb.GetEngineRequest(look=suspected)
+            answer = await engine.ask(engine.stub.GetEngine, request, pb.GetEngineResponse, CALL_SECONDS)
         except KestrlError as error:
             if engine.state is not None:
                 log.warning("the agent of %s does not answer: %s", engine.entry.name, error)
@@ -320,12 +330,16 @@ class Engines:
             self._progress.idle.forget(engine.entry.name)
         self.looks.notify()
         engine.proved = {name for name, item in loaded_policies.items() if item.proved and name in self._wanted}
-        engine.caught_up = engine.up and (engine.caught_up or bool(engine.proved))
+        asleep = engine.state is EngineState.ASLEEP
+        engine.caught_up = (engine.up or asleep) and (engine.caught_up or bool(engine.proved))
         for name in engine.proved:
             engine.load_failures.pop(name, None)
         engine.suspected = engine.suspected and not suspected
         if suspected or engine.snapshot() != before:
             self._publish_status()
+        if asleep:
+            await self._wake(engine)
+            return
         for name in set(loaded_policies) - set(self._wanted):
             await self._retire(engine, name, loaded_policies[name])
         if engine.up:
@@ -340,17 +354,21 @@ class Engines:
             if name not in engine.proved and not recovering and may_retry:
                 await self._load(engine, published)
 
+    async def _wake(self, engine: KnownEngine) -> None:
+        """Wakes an engine that sleeps outside of the learner's turn: its turn is over, or was an earlier learner's."""
+        if self._device_taken:
+            return
+        try:
+            await engine.ask(engine.stub.WakeEngine, pb.WakeEngineRequest(), pb.WakeEngineResponse, LOAD_SECONDS)
+        except KestrlError as error:
+            log.error("%s was not woken, retrying: %s", engine.entry.name, error)
+        else:
+            engine.wake.set()
+
     async def _retire(self, engine: KnownEngine, name: str, item: pb.LoadedPolicy) -> None:
         request = pb.RetirePolicyRequest(policy=item.policy)
         try:
-            await call(
-                engine.stub.RetirePolicy,
-                request,
-                pb.RetirePolicyResponse,
-                timeout=CALL_SECONDS,
-                peer=engine.entry.name,
-                token=Secret.LEARNER_TO_INFERENCE.here(),
-            )
+            await engine.ask(engine.stub.RetirePolicy, request, pb.RetirePolicyResponse, CALL_SECONDS)
         except KestrlError as error:
             log.warning("%s did not retire %s, retrying: %s", engine.entry.name, name, error)
 
@@ -359,14 +377,7 @@ class Engines:
         request = pb.LoadPolicyRequest(policy=policy_to_proto(published.policy), uri=published.uri)
         try:
             await asyncio.create_task(
-                call(
-                    engine.stub.LoadPolicy,
-                    request,
-                    pb.LoadPolicyResponse,
-                    timeout=LOAD_SECONDS,
-                    peer=engine.entry.name,
-                    token=Secret.LEARNER_TO_INFERENCE.here(),
-                ),
+                engine.ask(engine.stub.LoadPolicy, request, pb.LoadPolicyResponse, LOAD_SECONDS),
                 context=published.context.copy(),
             )
         except KestrlError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kestrl._shared import engine_failure
+from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.learner import EngineEntry
-from kestrl._shared.rpc import Channel
+from kestrl._shared.rpc import Channel, call
 from kestrl.api.inference.v1 import inference_pb2 as pb
 from kestrl.episode import PolicyVersion
 from kestrl.errors import Failure, PlaceError, StorageInaccessible, StorageUnavailable
@@ -18,6 +19,7 @@ from kestrl.runstate.states import EngineState, ServingState
 from kestrl.runstate.work import EngineWork
 from kestrl_learner.engines.admission import EngineLoad
 
+Answer = TypeVar("Answer")
 LONGEST_REASON = 500
 STORAGE_AWAY = frozenset({StorageInaccessible.code, StorageUnavailable.code})
 """Codes of failures to fetch a version that say nothing of the version or the engine."""
@@ -62,6 +64,15 @@ class KnownEngine:
     caught_up: bool = False
     """Whether it has proved a version since it joined or came back, retired since or not: from then on publications
     wait for it."""
+
+    async def ask(self, method: Any, request: Any, answer: type[Answer], seconds: float) -> Answer:
+        """Calls a method of its agent.
+
+        Raises:
+            KestrlError: It failed, or did not answer in time.
+        """
+        token = Secret.LEARNER_TO_INFERENCE.here()
+        return await call(method, request, answer, timeout=seconds, peer=self.entry.name, token=token)
 
     async def close(self) -> None:
         """Ends the watch of the engine and the connection to its agent."""
@@ -114,6 +125,8 @@ class KnownEngine:
         """The engine's state with respect to the newest published version."""
         if self.leaving:
             return ServingState.DRAINING
+        if self.state is EngineState.ASLEEP:
+            return ServingState.ASLEEP
         if not self.up:
             return ServingState.AWAY if self.lost or self.state is EngineState.DOWN else ServingState.STARTING
         if policy is None or policy.name in self.proved:

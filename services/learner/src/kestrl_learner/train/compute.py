@@ -27,6 +27,12 @@ ComputeSettings = LearnerSettings | SFTSettings
 """Settings of a run whose steps are computed in one process or on several ranks."""
 
 
+def release_cache(device: str) -> None:
+    """Gives memory that torch keeps for later tensors back to a device."""
+    if device != "cpu":
+        torch.accelerator.empty_cache()
+
+
 class TrainerSteps(Protocol):
     """What training needs of a trainer; see `Trainer` for the meaning of each."""
 

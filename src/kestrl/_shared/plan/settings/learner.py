@@ -145,6 +145,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """Path of an `EngineList` that is read again and again, in place of `engines`."""
     engine_agents: str | None = None
     """`dns://host:port` of which each address is an engine's agent, in place of `engines`."""
+    turns: bool = False
+    """Whether the engines give their device to the learner for each update."""
     adapter_slots: int
     """Maximum number of versions in every engine."""
     gap_bounds: GapBounds

@@ -58,6 +58,7 @@ class Manifests:
         self._check_builds(job)
         self._check_ranks(job)
         _check_interpreter(job)
+        _check_sharing(job)
         _check_environment(job)
         _check_telemetry(job)
         _check_files(job)
@@ -212,6 +213,15 @@ def _check_interpreter(job: AgentRLJob) -> None:
         raise UserInputError(
             f"spec.inference.python: {python} is relative to the manifest, which pods do not have; name the absolute "
             "path of an interpreter in the engine's image, or remove the field"
+        )
+
+
+def _check_sharing(job: AgentRLJob) -> None:
+    """Refuses turns on one device, as each pod has devices of its own; raises `UserInputError`."""
+    if job.spec.inference.sharing == "turns":
+        raise UserInputError(
+            "spec.inference.sharing: turns is for one machine: on a cluster engines and learner are pods, with devices "
+            "of their own; use split"
         )
 
 

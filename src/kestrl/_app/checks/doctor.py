@@ -24,6 +24,7 @@ from kestrl._app.checks.sft import device_environment
 from kestrl._app.engines.interpreter import engine_build, installed_engine
 from kestrl._app.engines.variables import sockets_note
 from kestrl._app.local.devices import BFLOAT16, LocalDevice
+from kestrl._app.local.memory import host_memory_free
 from kestrl._app.local.processes import LOCAL, SERVICES, missing_services
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import local_devices, storage_root
@@ -145,8 +146,7 @@ def named(parsed_manifest: ReadManifest) -> Finding:
 
 def machine() -> Finding:
     """Cores and memory that are available to this process."""
-    memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(memory["MemAvailable"].split()[0]) / 2**20
+    free = host_memory_free() / 2**30
     return Finding(name="machine", status=f"{len(os.sched_getaffinity(0))} cores, {free:.1f} GiB of memory free")
 
 

@@ -30,6 +30,7 @@ from kestrl.errors import SeveralProblems, UserInputError
 
 SECONDS = 1800.0
 """Time limit of the estimate, which takes from seconds to a few minutes."""
+MEMINFO = Path("/proc/meminfo")
 
 
 def estimated(settings: MemorySettings) -> MemoryEstimate:
@@ -65,6 +66,12 @@ def cached_estimate(settings: MemorySettings, cache_dir: Path) -> MemoryEstimate
     return estimate
 
 
+def host_memory_free() -> int:
+    """Bytes of host memory that are available to programs."""
+    rows = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024
+
+
 def machine_devices(
     job: AgentRLJob,
     needs: Sequence[Need],
@@ -88,6 +95,11 @@ def machine_devices(
     indices = {profile: [device.index for device in devices] for profile, devices in available.items()}
     assigned = assigned_devices(needs, indices)
     common = shared_devices(assigned, needs)
+    if job.spec.inference.sharing == "turns" and not common:
+        raise UserInputError(
+            "spec.inference.sharing: turns is for one device, and this machine gives engine and learner one each; use "
+            "split, or offer one device by CUDA_VISIBLE_DEVICES"
+        )
     if not common:
         return _separate_devices(job.spec, assigned, indices)
     profile = next(need.profile for need in needs if need.component == LEARNER)
@@ -110,7 +122,7 @@ def machine_devices(
         return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, notes=(note,))
     settings = memory_settings(job, model=model, row=None)
     estimate = cached_estimate(settings, cache_dir)
-    spec = job.spec
+    spec, turns = job.spec, job.spec.inference.sharing == "turns"
     division = SharedMemory(
         spec,
         estimate,
@@ -118,6 +130,8 @@ def machine_devices(
         engine_rank=engine_rank(spec.inference.engine, spec.model.adapter.rank),
         slots=spec.inference.adapter_slots + SPARE_SLOTS,
     )
+    if turns:
+        _require_host_memory(division, estimate)
     memory: dict[str, EngineMemory] = {}
     notes: list[str] = []
     for engine, shared in common.items():
@@ -129,11 +143,35 @@ def machine_devices(
             raise division.shortage(tightest.index, free, advice)
         memory[engine] = part
         notes.append(
-            f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB: "
-            f"{part.utilization * total / GIB:.1f} for the engine, {part.cache_bytes / GIB:.1f} of them KV cache, and "
-            f"{division.learner / GIB:.1f} for the learner"
+            f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB"
+            f"{' in turns' if turns else ''}: {part.utilization * total / GIB:.1f} for the engine, "
+            f"{part.cache_bytes / GIB:.1f} of them KV cache, and {division.learner / GIB:.1f} for the learner"
+            f"{_beside(division) if turns else ''}"
         )
     return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, memory=memory, notes=tuple(notes))
+
+
+def _beside(division: SharedMemory) -> str:
+    """What stays where while the other has the device."""
+    return (
+        f"; the learner keeps {division.beside / GIB:.1f} on it while the engine computes, and the engine "
+        f"{division.host / GIB:.1f} of weights in host memory while it sleeps"
+    )
+
+
+def _require_host_memory(division: SharedMemory, estimate: MemoryEstimate) -> None:
+    """Checks that the host's memory holds the weights of a sleeping engine beside the learner.
+
+    Raises:
+        UserInputError: It does not.
+    """
+    needed, free = division.host + estimate.host, host_memory_free()
+    if needed > free:
+        raise UserInputError(
+            f"spec.inference.sharing: turns keeps {needed / GIB:.1f} GiB in host memory during an update, "
+            f"{division.host / GIB:.1f} of them weights of the engine, and this machine has {free / GIB:.1f} free; use "
+            "split or a smaller model"
+        )
 
 
 def _separate_devices(

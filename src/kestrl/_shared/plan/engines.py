@@ -38,8 +38,10 @@ def engine_rank(engine: str, rank: int) -> int:
     return next((limit for limit in DIALECTS[engine].ranks if limit >= rank), rank)
 
 
-def engine_url(site: Site, index: int) -> str:
-    return f"http://{site.endpoint(Role.ENGINE, index).address}"
+def engine_url(site: Site, index: int, *, local: bool = False) -> str:
+    """Where an engine is reached, or is by what is beside it in its pod."""
+    endpoint = site.endpoint(Role.ENGINE, index)
+    return f"http://127.0.0.1:{endpoint.port}" if local else f"http://{endpoint.address}"
 
 
 def engine_entry(site: Site, index: int) -> EngineEntry:
@@ -132,6 +134,7 @@ def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:
         version=spec.inference.version,
         targets=() if isinstance(targets := spec.model.adapter.targets, str) else targets,
         judges=uses_own_engines(spec),
+        turns=spec.inference.sharing == "turns",
     )
 
 

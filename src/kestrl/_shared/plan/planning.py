@@ -128,15 +128,14 @@ def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
             **_service(Role.INFERENCE, index, job, site),
             "engine": job.spec.inference.engine,
             "engine_name": f"engine-{index}",
-            "engine_url": f"http://127.0.0.1:{site.endpoint(Role.ENGINE, index).port}"
-            if site.templates
-            else engine_url(site, index),
+            "engine_url": engine_url(site, index, local=site.templates),
             "reported_url": None if site.engine_service is None else site.engine_service.engine_of_pod,
             "base_model": site.model,
             "adapters_dir": f"{site.work_dir}/adapters-{index}",
             "failure_file": failure_file(site, index),
             "slots": job.spec.inference.adapter_slots,
             "probe_bound": PROBE_BOUND[job.spec.model.dtype],
+            "turns": job.spec.inference.sharing == "turns",
             "drain_seconds": job.spec.rollout.deadlines.turn,
         }
     )
@@ -348,6 +347,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
             **engine_places(spec, site),
+            "turns": spec.inference.sharing == "turns",
             "adapter_slots": spec.inference.adapter_slots,
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,

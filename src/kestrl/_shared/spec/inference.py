@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_serializer
 
@@ -102,6 +102,9 @@ class Inference(Model):
     replicas: Replicas = ReplicaRange(min=1, max=1)
     """Number of engines, or `{min, max}` in which others scale it."""
     accelerator: Accelerator = Accelerator()
+    sharing: Literal["split", "turns"] = "split"
+    """Use of one device by an engine and the learner on one machine: both stay in its memory, or the engine sleeps
+    during each update (vLLM, maxStaleness 0)."""
     context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
     """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""
     adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4

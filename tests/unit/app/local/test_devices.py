@@ -14,6 +14,7 @@ from tests.program import run_program
 
 from kestrl._app.checks import doctor
 from kestrl._app.checks.sft import device_environment
+from kestrl._app.local import memory
 from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import local_devices, reserved_ports, site_of
@@ -194,6 +195,40 @@ def test_one_device_is_shared_by_an_engine_and_the_learner(machine: Machine, tmp
     assert 0.9 < share < 80_000 / 81_559, "what is free, less the learner's part"
     assert 2**30 < cache < 80_000 * 2**20 - 3 * 2**30
     assert list((tmp_path / "cache").glob("memory-*.json")), "the estimate is kept"
+
+
+TURNS = (*NVIDIA, "inference.sharing=turns")
+
+
+@pytest.mark.share(2)
+def test_one_device_used_in_turns_has_more_room_for_the_engine(machine: Machine, tmp_path: Path) -> None:
+    def cache(*overrides: str) -> int:
+        arguments = planned(tmp_path, *overrides)["engine-0"].args
+        return int(arguments[arguments.index("--kv-cache-memory-bytes") + 1])
+
+    machine(gpu(0, free=80_000))
+    assert cache(*TURNS) > cache(*NVIDIA)
+
+
+@pytest.mark.share(2)
+def test_turns_need_host_memory_for_the_weights_of_a_sleeping_engine(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(gpu(0, free=80_000))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       1024 kB\nMemAvailable:       512 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    with pytest.raises(UserInputError, match=r"^spec\.inference\.sharing: turns keeps .* machine has 0\.0 free; use "):
+        planned(tmp_path, *TURNS)
+    assert planned(tmp_path, *NVIDIA), "both stay on the device"
+
+
+def test_turns_are_refused_where_each_has_a_device(machine: Machine, tmp_path: Path) -> None:
+    machine(gpu(0), gpu(1))
+    with pytest.raises(UserInputError, match=r"^spec\.inference\.sharing: turns is for one device, and this machine "):
+        planned(tmp_path, *TURNS)
+    machine(gpu(0), gpu(1), CUDA_VISIBLE_DEVICES="1")
+    assert visible(planned(tmp_path, *TURNS)) == {"engine-0": "1", "learner-0": "1"}
 
 
 @pytest.mark.share(2)

@@ -51,6 +51,16 @@ async def test_an_interpreter_beside_the_manifest_is_refused(stage: Stage, pytho
     assert stage.children() == []
 
 
+async def test_turns_on_one_device_are_refused_where_pods_have_devices_of_their_own(stage: Stage) -> None:
+    await stage.operator()
+    devices: dict[str, Any] = {"accelerator": {"profile": "nvidia"}}
+    stage.job(inference={"sharing": "turns", **devices}, learner=devices)
+    await stage.until(lambda: stage.phase() == "Rejected", "it is refused")
+    assert stage.condition("Accepted")[:2] == ("False", "Invalid")
+    assert "spec.inference.sharing: turns is for one machine: on a cluster" in stage.condition("Accepted")[2]
+    assert stage.children() == []
+
+
 async def test_an_environment_without_an_image_is_refused_by_its_field(stage: Stage) -> None:
     await stage.operator()
     stage.job(environment={"reasoningGym": {"generator": "chain_sum"}}, tools=[])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -146,6 +147,13 @@ def test_one_row_of_fine_tuning_is_shortened_by_its_own_field() -> None:
     assert advice.startswith("spec.training.maxTokens: a pass holds one row of 100 tokens already")
 
 
+ONE_CARD = (
+    "inference.replicas=1",
+    "inference.accelerator.profile=nvidia",
+    "learner.accelerator.profile=nvidia",
+)
+
+
 def test_an_engine_has_what_the_learner_leaves() -> None:
     spec = job_with("model.dtype=bfloat16").spec
     shared = SharedMemory(spec, estimate(base=2), ranks=1, engine_rank=8, slots=0)
@@ -164,3 +172,24 @@ def test_adapters_of_some_targets_may_be_reserved_for_every_layer() -> None:
 
     assert weights("all-linear") == 2 * GIB
     assert weights("[q_proj]") == 8 * GIB
+
+
+def test_in_turns_an_engine_has_what_the_learner_keeps_between_two_updates_leaves() -> None:
+    def shared(sharing: str) -> SharedMemory:
+        spec = job_with("model.dtype=bfloat16", f"inference.sharing={sharing}", *ONE_CARD).spec
+        return SharedMemory(spec, estimate(base=2, activations=6, logprobs=2), ranks=1, engine_rank=8, slots=0)
+
+    split, turns = shared("split"), shared("turns")
+    assert split.engine(free=12 * GIB, total=16 * GIB) is None, "both would have to stay"
+    engine = turns.engine(free=16 * GIB, total=16 * GIB)
+    assert engine is not None
+    assert turns.beside == math.ceil(2 * GIB * 1.1), "its base stays on the device"
+    assert engine.cache_bytes == 16 * GIB - turns.beside - turns.weights - 3 * GIB - GIB // 2
+    assert (split.host, turns.host) == (0, 2 * GIB), "a sleeping engine keeps its weights in host memory"
+    assert turns.engine(free=turns.learner + 3 * GIB, total=16 * GIB) is None, "a sleeping engine keeps its program"
+
+
+def test_a_sleeping_engine_keeps_the_weights_of_all_its_devices_in_host_memory() -> None:
+    spec = job_with("inference.sharing=turns", "inference.accelerator.count=2", *ONE_CARD).spec
+    shared = SharedMemory(spec, estimate(base=4), ranks=1, engine_rank=8, slots=0)
+    assert (shared.weights, shared.host) == (2 * GIB, 4 * GIB)

@@ -166,7 +166,20 @@ def test_the_engine_samples_as_the_learner_scores() -> None:
     assert arguments["generation-config"] == "vllm"
     assert arguments["served-model-name"] == "base"
     assert arguments["slots"] == "4"
-    assert "VLLM_SERVER_DEV_MODE" not in engine.env
+
+
+def test_only_an_engine_that_sleeps_has_the_servers_development_mode() -> None:
+    devices = ("inference={replicas: 1, accelerator: {profile: nvidia}}", "learner.accelerator.profile=nvidia")
+    for sharing in ("split", "turns"):
+        components, in_turns = by_name(job_with(*devices, f"inference.sharing={sharing}")), sharing == "turns"
+        engine, agent, learner = (components[f"{role}-0"] for role in ("engine", "inference", "learner"))
+        assert engine.env.get("VLLM_SERVER_DEV_MODE") == ("1" if in_turns else None)
+        assert ("enable-sleep-mode" in flags(engine)) == in_turns
+        assert "kestrl_inference.inside.guard.ControlGuard" in flags(engine)["middleware"]
+        assert isinstance(agent.settings, AgentSettings)
+        assert isinstance(learner.settings, LearnerSettings)
+        assert (agent.settings.turns, learner.settings.turns) == (in_turns, in_turns)
+    assert "VLLM_SERVER_DEV_MODE" not in by_name(job_with())["engine-0"].env
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,47 @@ def test_other_engine_arguments_are_allowed() -> None:
     assert parse_job(document).spec.inference.args == args
 
 
+TURNS = ("inference={sharing: turns, accelerator: {profile: nvidia}}", "learner.accelerator.profile=nvidia")
+
+
+SHARED = "turns is for a device that engine and learner share, and their profiles are"
+ONE_ENGINE = "turns is for one engine, beside the learner; set inference.replicas to 1, or use split"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.maxStaleness=1",
+            "turns needs algorithm.maxStaleness 0, as no group is rolled out during an update, and it is 1; lower it "
+            "or use split",
+        ),
+        ("inference.engine=sglang", "turns needs an engine that can sleep, which sglang cannot; use split"),
+        (
+            "inference.accelerator.profile=cpu",
+            f"{SHARED} cpu and nvidia; give both one of a device, or use split",
+        ),
+        (
+            "learner.accelerator.profile=ascend",
+            f"{SHARED} nvidia and ascend; give both one of a device, or use split",
+        ),
+        ("inference.replicas=2", ONE_ENGINE),
+        ("inference.replicas={min: 1, max: 2}", ONE_ENGINE),
+        (
+            "learner.accelerator.count=2",
+            "turns needs a learner of one rank; lower learner.accelerator.count, or use split",
+        ),
+    ],
+)
+def test_turns_are_refused_where_no_device_can_be_used_in_turns(override: str, message: str) -> None:
+    assert refused(*TURNS, override) == [f"spec.inference.sharing: {message}"]
+
+
+def test_turns_are_no_default_and_are_accepted_on_one_device() -> None:
+    sharings = [parse_job(with_overrides(MANIFEST, overrides)).spec.inference.sharing for overrides in ((), TURNS)]
+    assert sharings == ["split", "turns"]
+
+
 VARIABLES = (
     "VLLM_PLUGINS", "VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND", "VLLM_RUST_FRONTEND_PATH", "VLLM_SERVER_DEV_MODE",
     "SGLANG_PLUGINS", "SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_RUST_SERVER",

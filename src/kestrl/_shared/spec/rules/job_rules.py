@@ -116,6 +116,31 @@ def slots_hold_every_version(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def turns_can_be_taken(spec: JobSpec) -> Iterator[Problem]:
+    inference, learner, place = spec.inference, spec.learner, "spec.inference.sharing"
+    if inference.sharing != "turns":
+        return
+    if spec.algorithm.max_staleness:
+        yield Problem(
+            place,
+            f"turns needs algorithm.maxStaleness 0, as no group is rolled out during an update, and it is "
+            f"{spec.algorithm.max_staleness}; lower it or use split",
+        )
+    if DIALECTS[inference.engine].sleep_routes is None:
+        yield Problem(place, f"turns needs an engine that can sleep, which {inference.engine} cannot; use split")
+    profiles = inference.accelerator.profile, learner.accelerator.profile
+    if "cpu" in profiles or len(set(profiles)) > 1:
+        yield Problem(
+            place,
+            f"turns is for a device that engine and learner share, and their profiles are {' and '.join(profiles)}; "
+            "give both one of a device, or use split",
+        )
+    if not inference.replicas.fixed or inference.replicas.min > 1:
+        yield Problem(place, "turns is for one engine, beside the learner; set inference.replicas to 1, or use split")
+    if learner.replicas * learner.accelerator.count > 1:
+        yield Problem(place, "turns needs a learner of one rank; lower learner.accelerator.count, or use split")
+
+
 def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
     rank, limits = spec.model.adapter.rank, DIALECTS[spec.inference.engine].ranks
     if limits and rank > limits[-1]:
@@ -280,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     group_is_large_enough,
     components_are_compared,
     slots_hold_every_version,
+    turns_can_be_taken,
     rank_fits_the_engine,
     adapter_can_be_proved,
     tokens_fit_the_context,

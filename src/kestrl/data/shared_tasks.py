@@ -66,10 +66,10 @@ def _task(scenario: Scenario) -> bytes:
 def shared_tasks(training: Sequence[Scenario], held_out: Sequence[Scenario]) -> SharedTasks | None:
     """The tasks that two data sets have in common; None if there are none."""
     tasks = [_task(scenario) for scenario in held_out]
-    wanted = set(tasks)
+    held_out_tasks = set(tasks)
     trained: dict[bytes, Scenario] = {}
-    for scenario in training if wanted else ():
-        if (task := _task(scenario)) in wanted:
+    for scenario in training if held_out_tasks else ():
+        if (task := _task(scenario)) in held_out_tasks:
             trained.setdefault(task, scenario)
     shared = [(scenario, trained[task]) for scenario, task in zip(held_out, tasks, strict=True) if task in trained]
     return SharedTasks(len(shared), *shared[0]) if shared else None

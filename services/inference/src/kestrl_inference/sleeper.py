@@ -65,7 +65,7 @@ class Sleeper:
         self._failure = None
         self.apply(TurnEvent.ASKED)
         try:
-            await self._reach(TurnState.ASLEEP, seconds, wanted=True)
+            await self._reach(TurnState.ASLEEP, seconds, by_learner=True)
         finally:
             self._lease_end = self._clock() + lease
 
@@ -79,7 +79,7 @@ class Sleeper:
         """
         self._failure = None
         self.apply(TurnEvent.RETURNED)
-        await self._reach(TurnState.AWAKE, seconds, wanted=False)
+        await self._reach(TurnState.AWAKE, seconds, by_learner=False)
 
     async def wait_awake(self, seconds: float) -> None:
         """Waits for an engine that sleeps.
@@ -90,14 +90,14 @@ class Sleeper:
         if self.turn.shut:
             await self._reach(TurnState.AWAKE, seconds)
 
-    async def _reach(self, state: TurnState, seconds: float, *, wanted: bool | None = None) -> None:
-        """Waits for a state, as long as the learner wants the device, or does not, where `wanted` says so."""
+    async def _reach(self, state: TurnState, seconds: float, *, by_learner: bool | None = None) -> None:
+        """Waits for a state, as long as the device is wanted by the learner, or is not, where `by_learner` says so."""
         try:
             async with asyncio.timeout(seconds):
                 while self.turn.state is not state:
                     if self._failure is not None:
                         raise self._failure
-                    if wanted is not None and self.turn.wanted is not wanted:
+                    if by_learner is not None and self.turn.wanted is not by_learner:
                         raise EngineFailure(
                             f"the engine is {self.turn.state}: another request, or the end of the lease, came first",
                             code="engine_turn_over",
@@ -166,9 +166,9 @@ class Sleeper:
 
     def apply(self, event: TurnEvent) -> None:
         """Applies an event and begins what follows from it."""
-        before = self.turn
+        earlier_turn = self.turn
         self.turn, command = after(self.turn, event)
-        if self.turn.state is not before.state:
+        if self.turn.state is not earlier_turn.state:
             log.info("the engine is %s (%s)", self.turn.state, event)
         if event is TurnEvent.LOST and self._work is not None and self._work is not asyncio.current_task():
             self._work.cancel()

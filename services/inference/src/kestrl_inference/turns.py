@@ -77,8 +77,8 @@ class Turn:
 
 def after(turn: Turn, event: TurnEvent) -> tuple[Turn, TurnCommand | None]:
     """The turn after an event, and what to do. An event that says nothing new in a state changes nothing."""
-    wanted = {TurnEvent.ASKED: True, TurnEvent.RESTING: True, TurnEvent.RETURNED: False}.get(event, turn.wanted)
-    turn = replace(turn, wanted=wanted)
+    is_wanted = {TurnEvent.ASKED: True, TurnEvent.RESTING: True, TurnEvent.RETURNED: False}.get(event, turn.wanted)
+    turn = replace(turn, wanted=is_wanted)
     match turn.state, event:
         case _, TurnEvent.LOST:
             return replace(turn, state=TurnState.GONE), None

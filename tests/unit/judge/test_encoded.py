@@ -69,3 +69,20 @@ def test_damaged_bytes_are_refused_or_read_as_protobuf_reads_them(data: st.DataO
         (episode.id, episode.HasField("failure")) for episode in message.group.episodes
     ]
     assert request.max_turns % 2**32 == message.max_turns % 2**32
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        pytest.param(b"\x80" * 2_000_000, id="a number without an end"),
+        pytest.param(b"\x10" + b"\xff" * 10 + b"\x01", id="a number of more than 64 bits"),
+        pytest.param(b"\x10\xff", id="a number that is cut"),
+        pytest.param(b"\x0a\x05abc", id="a group that is cut"),
+        pytest.param(b"\x0b", id="a type of the wire that is not of proto3"),
+        pytest.param(b"\x00\x00", id="a field without a number"),
+        pytest.param(b"\x0a\x00\x0a\x00", id="two groups"),
+    ],
+)
+def test_what_is_no_message_is_refused(encoded: bytes) -> None:
+    with pytest.raises(DecodeError):
+        ReceivedRequest.read(encoded)

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 """Types of the wire; messages, texts and bytes are of the third. Groups, 3 and 4, are not of proto3."""
-LARGEST_SHIFT = 63
-"""Bits before the last byte of the largest number."""
+SHIFTS = range(7, 64, 7)
+"""Bits before each byte of a number but the first: one without an end is not added up."""
 
 
 def tag_of(number: int, kind: int = LENGTH_DELIMITED) -> int:
@@ -50,19 +50,22 @@ def read_varint(encoded: bytes, start: int) -> tuple[int, int]:
     """A number and the position after it.
 
     Raises:
-        DecodeError: It does not end.
+        DecodeError: It does not end, or has more than 64 bits.
     """
-    number, shift, position = 0, 0, start
     try:
-        while (byte := encoded[position]) > 0x7F:
+        number, position = encoded[start], start + 1
+        if number <= 0x7F:
+            return number, position
+        number &= 0x7F
+        for shift in SHIFTS:
+            byte = encoded[position]
             number |= (byte & 0x7F) << shift
-            shift += 7
             position += 1
+            if byte <= 0x7F:
+                return number, position
     except IndexError:
-        raise DecodeError(f"a number at byte {start} that does not end") from None
-    if shift > LARGEST_SHIFT:
-        raise DecodeError(f"a number at byte {start} of more than 64 bits")
-    return number | byte << shift, position + 1
+        raise DecodeError(f"a number at byte {start} that is cut") from None
+    raise DecodeError(f"a number at byte {start} of more than 64 bits")
 
 
 def opening(number: int, length: int) -> bytes:

@@ -25,7 +25,7 @@ PACKAGES = {
     "kestrl_tools": "services/tools/src",
 }
 NAMES = 20
-"""Largest number of modules and folders that a folder shows."""
+"""Largest number of modules and folders that a folder shows; its `__init__.py` is the folder itself."""
 FAN_OUT = 20
 """Largest number of our own modules that a module imports, but for those of `WIDE`."""
 WIDE: Mapping[str, int] = {

@@ -103,8 +103,7 @@ class Inference(Model):
     """Number of engines, or `{min, max}` in which others scale it."""
     accelerator: Accelerator = Accelerator()
     sharing: Literal["split", "turns"] = "split"
-    """Use of one device by an engine and the learner on one machine: both stay in its memory, or the engine sleeps
-    during each update (vLLM, maxStaleness 0)."""
+    """Use of a device that engine and learner share on one machine: at once, or the engine sleeps during updates."""
     context_length: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 4096
     """Maximum tokens of one sequence. On one machine the default is at most the number of the model's positions."""
     adapter_slots: Annotated[int, Field(ge=1, le=128)] = 4

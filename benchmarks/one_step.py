@@ -175,8 +175,8 @@ def ours(
                     behaviour=array("f", [-10.0] * len(row.mask)),
                     advantages=array("d", [advantage if on else 0.0 for on in row.mask]),
                     sequence=place,
-                    on_policy=options.newest,
-                    policy="policy",
+                    on_policy=bytes([options.newest] * sum(row.mask)),
+                    policies=["policy"] * sum(row.mask),
                     engines=[f"engine-{place % 2}"] * sum(row.mask),
                 )
                 for place, (row, advantage) in enumerate(zip(rows, advantages, strict=True))

@@ -112,8 +112,8 @@ def gap_of(name: str, model: Path, device: str) -> dict[str, float]:
                     behaviour=array("f"),
                     advantages=array("d"),
                     sequence=0,
-                    on_policy=True,
-                    policy="",
+                    on_policy=b"",
+                    policies=[],
                     engines=[],
                 )
             ],

@@ -265,14 +265,14 @@ def _train_row(play: Play, place: int, newest: int, oldest: int) -> TrainRow:
     mask = bytes(turn >= 0 and play.versions[turn] >= oldest for turn in turn_of)
     sampled = iter([logprob for turn in play.behaviour for logprob in turn])
     behaviour = [0.0 if turn < 0 else next(sampled) for turn in turn_of]
-    versions = {play.versions[turn] for turn, on in zip(turn_of, mask, strict=True) if on}
+    versions = [play.versions[turn] for turn, on in zip(turn_of, mask, strict=True) if on]
     return TrainRow(
         token_ids=array("i", ids),
         mask=mask,
         behaviour=array("f", behaviour),
         advantages=array("d", bytes(8 * len(ids))),
         sequence=place,
-        on_policy=versions <= {newest},
-        policy=f"{min(versions)}" if len(versions) == 1 else "",
-        engines=["sampler"] * sum(mask),
+        on_policy=bytes(version == newest for version in versions),
+        policies=[f"{version}" for version in versions],
+        engines=["sampler"] * len(versions),
     )

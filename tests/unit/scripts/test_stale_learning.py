@@ -75,4 +75,5 @@ def test_tokens_before_the_oldest_version_are_context() -> None:
     group = train_group("g", [play, play], newest=2, oldest=1)
     (row, _), (scored, _) = group.rows, group.episodes
     assert [place for place, on in enumerate(row.mask) if on] == [8, 9, 12, 13]
-    assert (scored.tokens, row.policy, row.on_policy, len(row.engines)) == (4, "", False, 4)
+    assert (scored.tokens, row.policies, row.on_policy) == (4, ["1", "1", "2", "2"], b"\0\0\1\1")
+    assert len(row.engines) == 4

@@ -141,7 +141,7 @@ def test_a_row_knows_nothing_of_algorithms() -> None:
         "advantages",
         "sequence",
         "on_policy",
-        "policy",
+        "policies",
         "engines",
     }
 

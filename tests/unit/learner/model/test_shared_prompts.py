@@ -44,8 +44,8 @@ def group_of(prompt: int, rows: Sequence[tuple[int, Sequence[bool | int]]]) -> T
                 behaviour=array("f", [-1.0] * len(mask)),
                 advantages=array("d", [1.0 if on else 0.0 for on in mask]),
                 sequence=sequence,
-                on_policy=True,
-                policy="",
+                on_policy=b"\1" * sum(mask),
+                policies=[""] * sum(mask),
                 engines=[""] * sum(mask),
             )
             for number, (sequence, mask) in enumerate(sorted(rows, key=lambda row: row[0]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def make_groups(
                     behaviour=array("f", [-4.0 if on else 0.0 for on in mask]),
                     advantages=on_sampled(mask, index - 1.5 if advantage is None else advantage),
                     sequence=index,
-                    on_policy=on_policy,
-                    policy="policy",
+                    on_policy=bytes([on_policy] * sum(mask)),
+                    policies=["policy"] * sum(mask),
                     engines=["engine-0"] * sum(mask),
                 )
             )
@@ -78,7 +78,7 @@ def unshared(group: TrainGroup) -> list[TrainGroup]:
                     advantages=array("d", [0.0] * size) + row.advantages,
                     sequence=row.sequence,
                     on_policy=row.on_policy,
-                    policy=row.policy,
+                    policies=row.policies,
                     engines=row.engines,
                 )
             ],
@@ -392,7 +392,8 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
     trainers = [Trainer(policy, algorithm(max_staleness=1), 1.0) for policy in policies]
     stale = make_groups(on_policy=False)
     nobodys = [
-        replace(group, rows=[TrainRow(**{**_fields(row), "policy": ""}) for row in group.rows]) for group in stale
+        replace(group, rows=[TrainRow(**{**_fields(row), "policies": [""] * len(row.engines)}) for row in group.rows])
+        for group in stale
     ]
     for trainer in trainers:
         trainer.published("policy")
@@ -409,13 +410,65 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_a_token_is_compared_with_the_version_that_sampled_it(models: dict[str, Path], policy_of: Maker) -> None:
+    """Episodes that go on over an update have tokens of several versions, each of which scores its own."""
+    policy = policy_of(models["qwen3"], disturb=0.3)
+    trainer = Trainer(policy, algorithm(max_staleness=2), 1.0)
+    for version in ("v0", "v1"):
+        trainer.published(version)
+        trainer.step(make_groups(seed=1), 0)
+    trainer.published("v2")
+    versions = ("v0", "v1", "v2")
+    groups = [
+        replace(group, rows=[_of_versions(row, versions[place % 2 :]) for place, row in enumerate(group.rows)])
+        for group in make_groups()
+    ]
+    with torch.no_grad():
+        scores = {}
+        for version in versions:
+            with policy.with_trained_state(trainer._published[version]):  # pyright: ignore[reportPrivateUsage]
+                scores[version] = [policy.logprobs(group, 1.0) for group in groups]
+    rows = [row for group in groups for row in group.rows]
+    by_version = {
+        version: [logprob for group in scores[version] for _, logprobs in group for logprob in logprobs.tolist()]
+        for version in versions
+    }
+    origins = [name for row in rows for name in row.policies]
+    assert set(origins) == set(versions)
+    expected = {
+        f"engine-0 on {version}": [
+            abs(score + 4.0) for score, name in zip(by_version[version], origins, strict=True) if name == version
+        ]
+        for version in versions
+    }
+    result = trainer.step(groups, 2)
+    newest = result.mismatch.engines["engine-0 on v2"]
+    assert newest.tokens == len(expected["engine-0 on v2"])
+    for name, differences in expected.items():
+        mismatch = result.mismatch.engines[name]
+        assert 0 < mismatch.tokens <= len(differences)
+        assert mismatch.max <= max(differences) + 1e-4
+    assert newest.mean == pytest.approx(sum(expected["engine-0 on v2"]) / newest.tokens, rel=1e-4)
+
+
+def _of_versions(row: TrainRow, versions: Sequence[str]) -> TrainRow:
+    """The row with equal shares of its tokens from each version, the last of which is the newest."""
+    count = sum(row.mask)
+    policies = [versions[place * len(versions) // count] for place in range(count)]
+    return TrainRow(
+        **{**_fields(row), "policies": policies, "on_policy": bytes(name == versions[-1] for name in policies)}
+    )
+
+
 @given(
     st.lists(
         st.lists(
-            st.tuples(
-                st.booleans(),
-                st.sampled_from(["", "old", "older"]),
-                st.lists(st.sampled_from(["engine-0", "engine-1", "engine-2"]), min_size=1, max_size=2),
+            st.lists(
+                st.tuples(
+                    st.sampled_from(["", "old", "older", "newest"]),
+                    st.sampled_from(["engine-0", "engine-1", "engine-2"]),
+                ),
+                max_size=4,
             ),
             min_size=1,
             max_size=4,
@@ -424,7 +477,7 @@ def test_scoring_by_an_older_policy_does_not_change_training(models: dict[str, P
     )
 )
 def test_the_first_and_last_rows_cover_each_engine_of_an_older_policy(
-    batch: list[list[tuple[bool, str, list[str]]]],
+    batch: list[list[list[tuple[str, str]]]],
 ) -> None:
     groups = [
         TrainGroup(
@@ -432,44 +485,37 @@ def test_the_first_and_last_rows_cover_each_engine_of_an_older_policy(
             prompt=array("i", [1, 2]),
             rows=[
                 TrainRow(
-                    token_ids=array("i", [3] * len(engines)),
-                    mask=bytes([1] * len(engines)),
-                    behaviour=array("f", [-1.0] * len(engines)),
-                    advantages=array("d", [1.0] * len(engines)),
+                    token_ids=array("i", [3] * len(tokens)),
+                    mask=bytes([1] * len(tokens)),
+                    behaviour=array("f", [-1.0] * len(tokens)),
+                    advantages=array("d", [1.0] * len(tokens)),
                     sequence=place,
-                    on_policy=on_policy,
-                    policy=policy,
-                    engines=engines,
+                    on_policy=bytes(policy == "newest" for policy, _ in tokens),
+                    policies=[policy for policy, _ in tokens],
+                    engines=[engine for _, engine in tokens],
                 )
-                for place, (on_policy, policy, engines) in enumerate(rows)
+                for place, tokens in enumerate(rows)
             ],
         )
         for number, rows in enumerate(batch)
     ]
     chosen = stale_rows(groups)
-    asked = {
-        (policy, engine)
-        for rows in batch
-        for on_policy, policy, on in rows
-        if policy and not on_policy
-        for engine in on
-    }
+    asked = {origin for rows in batch for tokens in rows for origin in tokens if origin[0] in {"old", "older"}}
     kept = {
         (policy, engine)
         for policy, some in chosen.items()
         for group in some
         for row in group.rows
-        for engine in row.engines
+        for name, engine in zip(row.policies, row.engines, strict=True)
+        if name == policy
     }
     assert kept == asked
     for policy, some in chosen.items():
         rows = [row for group in some for row in group.rows]
-        assert all(row.policy == policy and not row.on_policy for row in rows)
-        assert len(rows) <= 2 * len({engine for row in rows for engine in row.engines})
-        of_policy = [row for group in groups for row in group.rows if row.policy == policy and not row.on_policy]
-        ends = [row for row in of_policy if row.engines]
-        assert rows[0] is ends[0]
-        assert rows[-1] is ends[-1]
+        of_policy = [row for group in groups for row in group.rows if policy in row.policies]
+        assert len(rows) <= 2 * len({engine for name, engine in asked if name == policy})
+        assert rows[0] is of_policy[0]
+        assert rows[-1] is of_policy[-1]
         assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"
 
 

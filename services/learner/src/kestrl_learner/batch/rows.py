@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kestrl.algorithms import Algorithm, RewardComponent, ScoredEpisode
-from kestrl.episode import Episode, Group
+from kestrl.episode import Episode, Group, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,10 @@ class TrainRow:
     """Advantages of the sampled tokens; 0 elsewhere."""
     sequence: int
     """Index of the row's episode in the group."""
-    on_policy: bool
-    """Whether the newest policy sampled the whole row."""
-    policy: str
-    """The policy version that sampled the row; empty if several did."""
+    on_policy: bytes
+    """1 on each sampled token that the newest policy sampled, 0 on those of older ones."""
+    policies: Sequence[str]
+    """The policy version of each sampled token; empty where none is known."""
     engines: Sequence[str]
     """The engine of each sampled token."""
 
@@ -135,14 +135,21 @@ def bins(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
     return [sorted(indices) for indices in (even if within else full)]
 
 
-def engine_of_tokens(episode: Episode, row: int) -> Sequence[str]:
-    """The engine of each sampled token of a row, as the episode's turns name it."""
+def turn_of_tokens(episode: Episode, row: int) -> Sequence[Turn]:
+    """The turn of each sampled token of a row.
+
+    Raises:
+        ValueError: A sampled token belongs to no turn.
+    """
     mask = episode.rows[row].mask
-    names = [""] * len(mask)
+    turns: list[Turn | None] = [None] * len(mask)
     for turn in episode.turns:
         if turn.row == row:
-            names[turn.start : turn.end] = [turn.engine] * (turn.end - turn.start)
-    return [name for name, on in zip(names, mask, strict=True) if on]
+            turns[turn.start : turn.end] = [turn] * (turn.end - turn.start)
+    sampled_by = [turn for turn, on in zip(turns, mask, strict=True) if on and turn is not None]
+    if len(sampled_by) != sum(mask):
+        raise ValueError(f"row {row} of {episode.id} has sampled tokens that belong to no turn")
+    return sampled_by
 
 
 def scored_episode(episode: Episode) -> ScoredEpisode:
@@ -206,7 +213,7 @@ def _with_advantages(group: TrainGroup, advantages: Sequence[Sequence[float]]) -
 
 def _train_group(group: Group, policy: str) -> TrainGroup:
     numbered_rows = [
-        (row, number, engine_of_tokens(episode, index))
+        (row, number, turn_of_tokens(episode, index))
         for number, episode in enumerate(group.episodes)
         for index, row in enumerate(episode.rows)
     ]
@@ -218,11 +225,11 @@ def _train_group(group: Group, policy: str) -> TrainGroup:
             behaviour=row.logprobs[length:],
             advantages=array("d", bytes(8 * (len(row.mask) - length))),
             sequence=number,
-            on_policy=all(name == policy for name in row.policies),
-            policy=row.policies[0] if len(set(row.policies)) == 1 else "",
-            engines=engines,
+            on_policy=bytes(turn.policy == policy for turn in turns),
+            policies=[turn.policy for turn in turns],
+            engines=[turn.engine for turn in turns],
         )
-        for row, number, engines in numbered_rows
+        for row, number, turns in numbered_rows
     ]
     return TrainGroup(
         id=group.id,

@@ -40,14 +40,20 @@ def totals_of(groups: Sequence[TrainGroup]) -> Totals:
 
 def token_origins(row: TrainRow) -> list[str]:
     """Engine and policy of each of a row's sampled tokens, as text."""
-    return [f"{engine} on {row.policy}" for engine in row.engines]
+    return [f"{engine} on {policy}" for engine, policy in zip(row.engines, row.policies, strict=True)]
+
+
+def older_origins(row: TrainRow) -> set[tuple[str, str]]:
+    """Policy and engine of a row's tokens that a known older policy sampled."""
+    origins = zip(row.policies, row.engines, row.on_policy, strict=True)
+    return {(policy, engine) for policy, engine, newest in origins if policy and not newest}
 
 
 def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
-    """Rows of older policies, by policy: the first and the last ones that cover each of its engines.
+    """Rows with tokens of older policies, by policy: the first and the last ones that cover each of its engines.
 
     Both ends, since an engine may have got other weights in the midst of a policy's rollouts. Rows of one group stay
-    together, so that they share their prompt and a pass.
+    together, so that they share their prompt and a pass. A row whose turns have several policies may be under each.
     """
     places = [(number, place) for number, group in enumerate(groups) for place in range(len(group.rows))]
     covering_places = _covering(groups, places) | _covering(groups, places[::-1])
@@ -55,23 +61,20 @@ def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:
     for number, group in enumerate(groups):
         rows: dict[str, list[TrainRow]] = {}
         for place, row in enumerate(group.rows):
-            if (number, place) in covering_places:
-                rows.setdefault(row.policy, []).append(row)
+            for policy in sorted({policy for policy, _ in older_origins(row)}):
+                if (number, place, policy) in covering_places:
+                    rows.setdefault(policy, []).append(row)
         for policy, policy_rows in rows.items():
             groups_by_policy.setdefault(policy, []).append(replace(group, rows=policy_rows))
     return groups_by_policy
 
 
-def _covering(groups: Sequence[TrainGroup], places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Places (group, row) of the first rows, in this order, that cover each engine of each older policy."""
-    engines_by_policy: dict[str, set[str]] = {}
-    covering_places: set[tuple[int, int]] = set()
+def _covering(groups: Sequence[TrainGroup], places: Sequence[tuple[int, int]]) -> set[tuple[int, int, str]]:
+    """Group, row and policy of the first rows, in this order, that cover each engine of each older policy."""
+    covered_origins: set[tuple[str, str]] = set()
+    covering_places: set[tuple[int, int, str]] = set()
     for number, place in places:
-        row = groups[number].rows[place]
-        if row.on_policy or not row.policy:
-            continue
-        covered_engines = engines_by_policy.setdefault(row.policy, set())
-        if not covered_engines.issuperset(row.engines):
-            covered_engines.update(row.engines)
-            covering_places.add((number, place))
+        new_origins = older_origins(groups[number].rows[place]) - covered_origins
+        covered_origins |= new_origins
+        covering_places |= {(number, place, policy) for policy, _ in new_origins}
     return covering_places

@@ -215,8 +215,8 @@ def _row(number: int, *, unsampled: int, sampled: int) -> TrainRow:
         behaviour=array("f", bytes(4 * length)),
         advantages=array("d", [1.0] * length),
         sequence=number,
-        on_policy=True,
-        policy="",
+        on_policy=b"\1" * sampled,
+        policies=[""] * sampled,
         engines=[""] * sampled,
     )
 

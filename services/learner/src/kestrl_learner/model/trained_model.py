@@ -289,8 +289,8 @@ class TrainedModel(ABC):
             behaviour=array("f", [0.0, 0.0]),
             advantages=array("d", [0.0, 0.0]),
             sequence=0,
-            on_policy=True,
-            policy="",
+            on_policy=b"\1",
+            policies=[""],
             engines=[""],
         )
         group = TrainGroup(id="", prompt=array("i", [1] if shared else []), rows=[row])

@@ -373,7 +373,7 @@ def train_row(ids: Sequence[int], mask: Sequence[int], sequence: int) -> TrainRo
         behaviour=array("f", bytes(4 * len(ids))),
         advantages=array("d", (float(on) for on in mask)),
         sequence=sequence,
-        on_policy=True,
-        policy="",
+        on_policy=b"\1" * sum(mask),
+        policies=[""] * sum(mask),
         engines=[""] * sum(mask),
     )

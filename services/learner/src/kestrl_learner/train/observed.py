@@ -69,8 +69,7 @@ class Observed:
         """
         differences = [of_pass(self.differences, one_pass) for one_pass in passes]
         on_policy = [
-            torch.tensor(stream(one_pass.rows, [[row.on_policy] * len(row.mask) for row in one_pass.rows])) > 0
-            for one_pass in passes
+            torch.tensor([on for row in one_pass.rows for on in row.on_policy], dtype=torch.bool) for one_pass in passes
         ]
         engines = [[name for row in one_pass.rows for name in token_origins(row)] for one_pass in passes]
         return measure(differences, on_policy, engines, older), torch.cat([torch.empty(0), *differences])

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -332,24 +333,22 @@ class Trainer:
         return [self._backward(batch)]
 
     def _older_differences(self, groups: Sequence[TrainGroup]) -> list[tuple[Tensor, Sequence[str]]]:
-        """Log-prob differences of rows of each engine and older policy, scored by the policy that sampled them.
+        """Log-prob differences of tokens of each engine and older policy, scored by the policy that sampled them.
 
         Differences to the newest policy include what was learned since, and where rollouts overlap training there may
         be no token of the newest policy.
 
         Returns:
-            (N,) learner minus engine log-probs of rows' sampled tokens, and the engine and policy of each.
+            (N,) learner minus engine log-probs of tokens, and the engine and policy of each.
         """
         of_rank: list[tuple[Tensor, Sequence[str]]] = []
         for policy, stale in stale_rows(groups).items():
             with self.model.with_trained_state(self._published[policy]):
-                of_rank += [
-                    (
-                        (logprobs - self._behaviour(which.rows)).cpu(),
-                        [name for row in which.rows for name in token_origins(row)],
-                    )
-                    for which, logprobs, _ in self._computed(self._passes(list(enumerate(stale))))
-                ]
+                for which, logprobs, _ in self._computed(self._passes(list(enumerate(stale)))):
+                    is_of_policy = [name == policy for row in which.rows for name in row.policies]
+                    origins = [name for row in which.rows for name in token_origins(row)]
+                    difference = (logprobs - self._behaviour(which.rows)).cpu()
+                    of_rank.append((difference[torch.tensor(is_of_policy)], list(compress(origins, is_of_policy))))
         return [difference for stale in self._ranks.gather(of_rank) for difference in stale]
 
     def logprob_sum(self, groups: Sequence[TrainGroup]) -> tuple[float, int]:

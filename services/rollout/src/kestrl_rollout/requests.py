@@ -14,6 +14,7 @@ from kestrl.episode.codec import policy_from_proto, scenario_from_proto
 from kestrl.episode.deadlines import NESTING, RolloutDeadlines, overlaps
 from kestrl.errors import UserInputError
 from kestrl_rollout.engine.client import EngineAddress
+from kestrl_rollout.engine.engine_set import Continuation
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -31,6 +32,8 @@ class GroupRequest:
     engines: tuple[EngineAddress, ...]
     engines_revision: int = 0
     """Grows with every change of engines."""
+    continuation: Continuation | None = None
+    """The newest version, if it may sample turns that begin later; None if every completion is of `policy`."""
     limits: Limits
     deadlines: RolloutDeadlines
     seed: int
@@ -64,6 +67,21 @@ def _check_sampling(sampling: pb.Sampling, purpose: str) -> None:
 def addresses(engines: Iterable[pb.Engine]) -> tuple[EngineAddress, ...]:
     """The addresses of engines."""
     return tuple(EngineAddress(name=engine.name, url=engine.url) for engine in engines)
+
+
+def _continuation(message: pb.RunGroupRequest) -> Continuation | None:
+    if not message.HasField("continuation"):
+        return None
+    version, policy = policy_from_proto(message.continuation.newest), policy_from_proto(message.policy)
+    if version is None or policy is None or version.step < policy.step:
+        raise _refuse("continuation.newest", "is not a version, or older than policy")
+    if message.continuation.max_age < 1:
+        raise _refuse("continuation.max_age", "is below 1")
+    if message.purpose != Purpose.TRAIN:
+        raise _refuse("continuation", "is for training: an evaluation is of one version")
+    return Continuation(
+        newest=version, engines=addresses(message.continuation.engines), max_age=message.continuation.max_age
+    )
 
 
 def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRequest:
@@ -100,6 +118,7 @@ def read_request(message: pb.RunGroupRequest, *, context_length: int) -> GroupRe
         policy=policy_from_proto(message.policy),
         engines=addresses(message.engines),
         engines_revision=message.engines_revision,
+        continuation=_continuation(message),
         limits=Limits(
             max_turns=sampling.max_turns,
             max_tokens=sampling.max_tokens,

@@ -42,7 +42,10 @@ class RolloutServicer(stubs.RolloutServiceServicer):
     async def UpdateEngines(self, request: pb.UpdateEnginesRequest, context: Context) -> pb.UpdateEnginesResponse:  # noqa: ARG002 - gRPC's name and signature
         policy = policy_from_proto(request.policy)
         name = BASE_MODEL_NAME if policy is None else policy.name
-        self._groups.update_engines(name, addresses(request.engines), request.engines_revision)
+        engines = addresses(request.engines)
+        self._groups.update_engines(name, engines, request.engines_revision)
+        if request.newest and policy is not None:
+            self._groups.renew_newest(policy, engines, request.engines_revision)
         return pb.UpdateEnginesResponse()
 
     async def GetCapacity(self, request: pb.GetCapacityRequest, context: Context) -> pb.GetCapacityResponse:  # noqa: ARG002 - gRPC's name and signature

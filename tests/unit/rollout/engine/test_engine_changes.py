@@ -171,7 +171,7 @@ async def test_a_list_that_overtakes_the_first_group_of_its_version_counts() -> 
 
 
 async def test_engines_that_come_wake_who_waits() -> None:
-    engines = EngineSet([], 1)
+    engines = EngineSet("p", [], 1)
     waiting = asyncio.create_task(engines.available())
     engines.update([], 2)
     engines.update([address(0)], 3)

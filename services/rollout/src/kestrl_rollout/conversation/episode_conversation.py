@@ -389,7 +389,7 @@ class EpisodeConversation:
             "sampled_tokens": self._admission.sampled,
             "tool_calls": len(self.tool_calls),
             "forks": self._store.forks,
-            "engine_retries": self._engine.retries,
+            **self._engine.metrics(),
             **error_counts(self.tool_calls),
             **self.job_tools.metrics(),
         }

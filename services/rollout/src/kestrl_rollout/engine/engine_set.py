@@ -1,11 +1,17 @@
-"""The engines that serve each policy version, as the learner last reported them: they come and go while groups run."""
+"""The engines that serve each policy version, as the learner last reported them: they come and go while groups run.
+
+Groups that continue over an update sample from the newest version: `NewestEngines` is its set, whichever it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from kestrl.agents import Completion
+from kestrl.episode import PolicyVersion
 from kestrl_rollout.engine.client import EngineAddress
 from kestrl_rollout.engine.sessions import SessionsByEngine
 
@@ -17,11 +23,13 @@ class EngineSet:
     """The engines of one policy version.
 
     Args:
+        policy: Name of the version in the engines.
         engines: Engines that have verified it.
         revision: Number of the list; a list with a smaller one is older.
     """
 
-    def __init__(self, engines: Iterable[EngineAddress], revision: int = 0) -> None:
+    def __init__(self, policy: str, engines: Iterable[EngineAddress], revision: int = 0) -> None:
+        self._policy = policy
         self._engines = {engine.name: engine for engine in engines}
         self._revision = revision
         self._changed = asyncio.Event()
@@ -34,6 +42,11 @@ class EngineSet:
         self._engines = {engine.name: engine for engine in engines}
         self._changed.set()
         self._changed = asyncio.Event()
+
+    @property
+    def policy(self) -> str:
+        """Name of the version in the engines."""
+        return self._policy
 
     @property
     def revision(self) -> int:
@@ -56,6 +69,64 @@ class EngineSet:
             await self._changed.wait()
         return self._engines
 
+    async def unless_retired(self, sampling: Awaitable[Completion]) -> Completion | None:
+        """The result of a turn: the version is served as long as a group samples from it."""
+        return await sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The newest version, from which the groups that continue over an update sample the turns that begin."""
+
+    newest: PolicyVersion
+    engines: tuple[EngineAddress, ...]
+    """Engines that have verified it."""
+    max_age: int
+    """Largest number of steps by which the version of a running turn may be behind the newest one."""
+
+
+class NewestEngines(EngineSet):
+    """The engines of the newest version, whichever it is.
+
+    Args:
+        continuation: The version and its engines.
+        revision: Number of the list.
+    """
+
+    def __init__(self, continuation: Continuation, revision: int) -> None:
+        super().__init__(continuation.newest.name, continuation.engines, revision)
+        self._step, self.max_age = continuation.newest.step, continuation.max_age
+        self._scopes: dict[asyncio.Timeout, int] = {}
+        """Step of the version that each running turn is sampled by."""
+
+    def renew(self, version: PolicyVersion, engines: Iterable[EngineAddress], revision: int) -> None:
+        """Replaces version and engines, unless the list is older than the present one; ends the turns whose version is
+        now too old.
+        """
+        if revision < self.revision:
+            return
+        self._policy, self._step = version.name, version.step
+        self.update(engines, revision)
+        now = asyncio.get_running_loop().time()
+        for scope, step in self._scopes.items():
+            if step < version.step - self.max_age and not scope.expired():
+                scope.reschedule(now)
+
+    async def unless_retired(self, sampling: Awaitable[Completion]) -> Completion | None:
+        """The result of a turn of the version that is the newest now; None if that became too old meanwhile."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes[scope] = self._step
+                try:
+                    return await sampling
+                finally:
+                    del self._scopes[scope]
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return None
+
 
 class EngineSets:
     """The sets of all policy versions that running groups sample from."""
@@ -67,6 +138,8 @@ class EngineSets:
         self._early: dict[str, tuple[Iterable[EngineAddress], int]] = {}
         """Lists that have overtaken the first group of their version."""
         self._groups: dict[str, int] = {}
+        self._newest: NewestEngines | None = None
+        """For groups that continue; None before the first."""
 
     def __getitem__(self, policy: str) -> EngineSet:
         return self._sets[policy]
@@ -79,7 +152,7 @@ class EngineSets:
         if policy in self._sets:
             self._sets[policy].update(engines, revision)
         else:
-            self._sets[policy] = EngineSet(engines, revision)
+            self._sets[policy] = EngineSet(policy, engines, revision)
         if policy in self._early:
             self._sets[policy].update(*self._early.pop(policy))
         self._groups[policy] = self._groups.get(policy, 0) + 1
@@ -89,6 +162,20 @@ class EngineSets:
             self._groups[policy] -= 1
             if self._groups[policy] == 0:
                 del self._groups[policy], self._sets[policy]
+
+    def newest(self, continuation: Continuation, revision: int) -> EngineSet:
+        """The set of the newest version, for a group that continues over updates; the newer one of the group's and the
+        known one counts.
+        """
+        if self._newest is None or self._newest.max_age != continuation.max_age:
+            self._newest = NewestEngines(continuation, revision)
+        self._newest.renew(continuation.newest, continuation.engines, revision)
+        return self._newest
+
+    def renew(self, version: PolicyVersion, engines: Iterable[EngineAddress], revision: int) -> None:
+        """Replaces the newest version and its engines, if there was a group that continues."""
+        if self._newest is not None:
+            self._newest.renew(version, engines, revision)
 
     def update(self, policy: str, engines: Iterable[EngineAddress], revision: int) -> None:
         """Replaces the engines of a version; those of the last few versions without a group are kept for the next."""

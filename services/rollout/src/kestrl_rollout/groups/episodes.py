@@ -26,7 +26,7 @@ from kestrl_rollout.conversation.tool_session import OfferedTools, Toolbox, Tool
 from kestrl_rollout.deadlines import GroupClock, Scope, Waiting, deadline, now
 from kestrl_rollout.engine.client import EngineClient
 from kestrl_rollout.engine.engine_session import EngineSession
-from kestrl_rollout.engine.engine_set import EngineSets
+from kestrl_rollout.engine.engine_set import EngineSet, EngineSets
 from kestrl_rollout.gateway.server import Gateway
 from kestrl_rollout.groups.loop_metrics import REWARD, LoopMetrics, checked_info, returned_reward
 from kestrl_rollout.requests import GroupRequest
@@ -198,8 +198,7 @@ class EpisodeRunner:
             self._check_rendered(scenario, offered)
         attempt.engine = EngineSession(
             episode_id=attempt.id,
-            engines=self.engine_sets[request.policy_name],
-            policy=request.policy_name,
+            engines=self._engines(request),
             limits=request.limits,
             client=self._client,
             sessions=self.engine_sets.sessions,
@@ -218,6 +217,12 @@ class EpisodeRunner:
             gateway=self._gateway,
             ends=attempt.started_at + request.deadlines.episode,
         )
+
+    def _engines(self, request: GroupRequest) -> EngineSet:
+        """The engines of the group's policy, or of the newest one if the group continues over updates."""
+        if request.continuation is None:
+            return self.engine_sets[request.policy_name]
+        return self.engine_sets.newest(request.continuation, request.engines_revision)
 
     async def _prompted(
         self, request: GroupRequest, scenario: Scenario, attempt: _Attempt, tools: ToolSession

@@ -11,7 +11,7 @@ from kestrl._shared.telemetry import Unended, span
 from kestrl._shared.telemetry.metrics import observe
 from kestrl._shared.telemetry.names import Attr, Metric, SpanName
 from kestrl.api.common.v1 import common_pb2 as common
-from kestrl.episode import Episode, Json
+from kestrl.episode import Episode, Json, PolicyVersion
 from kestrl.episode.codec import dump_json, episode_to_proto
 from kestrl.errors import KestrlError
 from kestrl.tools import SandboxInUse
@@ -164,6 +164,10 @@ class GroupRunner:
     def update_engines(self, policy: str, engines: Iterable[EngineAddress], revision: int) -> None:
         """Replaces the engines of a version for the groups that sample from it."""
         self._episodes.engine_sets.update(policy, engines, revision)
+
+    def renew_newest(self, version: PolicyVersion, engines: Iterable[EngineAddress], revision: int) -> None:
+        """Replaces the newest version for the groups that continue over updates."""
+        self._episodes.engine_sets.renew(version, engines, revision)
 
     async def drain(self) -> None:
         """Accepts no new group, waits for those in flight up to a bound, then ends them with a typed failure."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kestrl.api.common.v1 import common_pb2 as kestrl_dot_api_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kestrl/api/rollout/v1/rollout.proto\x12\x15kestrl.api.rollout.v1\x1a!kestrl/api/common/v1/common.proto\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x11\n\tmax_turns\x18\x03 \x01(\x05\x12\x1b\n\x13max_tokens_per_turn\x18\x04 \x01(\x05\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\x05\"G\n\tDeadlines\x12\x0c\n\x04tool\x18\x01 \x01(\x01\x12\x0c\n\x04turn\x18\x02 \x01(\x01\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\x01\x12\r\n\x05group\x18\x04 \x01(\x01\"#\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xe9\x02\n\x0fRunGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08scenario\x18\x02 \x01(\x0b\x32\x1e.kestrl.api.common.v1.Scenario\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\x33\n\x06policy\x18\x04 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12.\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1d.kestrl.api.rollout.v1.Engine\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.kestrl.api.rollout.v1.Sampling\x12\x33\n\tdeadlines\x18\x07 \x01(\x0b\x32 .kestrl.api.rollout.v1.Deadlines\x12\x0c\n\x04seed\x18\x08 \x01(\x03\x12\x0f\n\x07purpose\x18\t \x01(\t\x12\x18\n\x10\x65ngines_revision\x18\n \x01(\x03\"\x95\x01\n\x14UpdateEnginesRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12.\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x1d.kestrl.api.rollout.v1.Engine\x12\x18\n\x10\x65ngines_revision\x18\x03 \x01(\x03\"\x17\n\x15UpdateEnginesResponse\"\xde\x01\n\x10RunGroupResponse\x12\x0f\n\x05\x65nded\x18\x01 \x01(\x05H\x00\x12,\n\x05group\x18\x02 \x01(\x0b\x32\x1b.kestrl.api.common.v1.GroupH\x00\x12N\n\x0ctool_digests\x18\x03 \x03(\x0b\x32\x38.kestrl.api.rollout.v1.RunGroupResponse.ToolDigestsEntry\x1a\x32\n\x10ToolDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05\x65vent\"\x14\n\x12GetCapacityRequest\"\xf7\x01\n\x13GetCapacityResponse\x12\x13\n\x0b\x63oncurrency\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12L\n\tsandboxes\x18\x05 \x03(\x0b\x32\x39.kestrl.api.rollout.v1.GetCapacityResponse.SandboxesEntry\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01J\x04\x08\x04\x10\x05\x32\xc1\x02\n\x0eRolloutService\x12]\n\x08RunGroup\x12&.kestrl.api.rollout.v1.RunGroupRequest\x1a\'.kestrl.api.rollout.v1.RunGroupResponse0\x01\x12j\n\rUpdateEngines\x12+.kestrl.api.rollout.v1.UpdateEnginesRequest\x1a,.kestrl.api.rollout.v1.UpdateEnginesResponse\x12\x64\n\x0bGetCapacity\x12).kestrl.api.rollout.v1.GetCapacityRequest\x1a*.kestrl.api.rollout.v1.GetCapacityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kestrl/api/rollout/v1/rollout.proto\x12\x15kestrl.api.rollout.v1\x1a!kestrl/api/common/v1/common.proto\"\x81\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\x12\x11\n\tmax_turns\x18\x03 \x01(\x05\x12\x1b\n\x13max_tokens_per_turn\x18\x04 \x01(\x05\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05top_k\x18\x06 \x01(\x05\"G\n\tDeadlines\x12\x0c\n\x04tool\x18\x01 \x01(\x01\x12\x0c\n\x04turn\x18\x02 \x01(\x01\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\x01\x12\r\n\x05group\x18\x04 \x01(\x01\"#\n\x06\x45ngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\x84\x01\n\x0c\x43ontinuation\x12\x0f\n\x07max_age\x18\x01 \x01(\x05\x12\x33\n\x06newest\x18\x02 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12.\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x1d.kestrl.api.rollout.v1.Engine\"\xa4\x03\n\x0fRunGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x30\n\x08scenario\x18\x02 \x01(\x0b\x32\x1e.kestrl.api.common.v1.Scenario\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\x33\n\x06policy\x18\x04 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12.\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1d.kestrl.api.rollout.v1.Engine\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.kestrl.api.rollout.v1.Sampling\x12\x33\n\tdeadlines\x18\x07 \x01(\x0b\x32 .kestrl.api.rollout.v1.Deadlines\x12\x0c\n\x04seed\x18\x08 \x01(\x03\x12\x0f\n\x07purpose\x18\t \x01(\t\x12\x18\n\x10\x65ngines_revision\x18\n \x01(\x03\x12\x39\n\x0c\x63ontinuation\x18\x0b \x01(\x0b\x32#.kestrl.api.rollout.v1.Continuation\"\xa5\x01\n\x14UpdateEnginesRequest\x12\x33\n\x06policy\x18\x01 \x01(\x0b\x32#.kestrl.api.common.v1.PolicyVersion\x12.\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x1d.kestrl.api.rollout.v1.Engine\x12\x18\n\x10\x65ngines_revision\x18\x03 \x01(\x03\x12\x0e\n\x06newest\x18\x04 \x01(\x08\"\x17\n\x15UpdateEnginesResponse\"\xde\x01\n\x10RunGroupResponse\x12\x0f\n\x05\x65nded\x18\x01 \x01(\x05H\x00\x12,\n\x05group\x18\x02 \x01(\x0b\x32\x1b.kestrl.api.common.v1.GroupH\x00\x12N\n\x0ctool_digests\x18\x03 \x03(\x0b\x32\x38.kestrl.api.rollout.v1.RunGroupResponse.ToolDigestsEntry\x1a\x32\n\x10ToolDigestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05\x65vent\"\x14\n\x12GetCapacityRequest\"\xf7\x01\n\x13GetCapacityResponse\x12\x13\n\x0b\x63oncurrency\x18\x01 \x01(\x05\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12L\n\tsandboxes\x18\x05 \x03(\x0b\x32\x39.kestrl.api.rollout.v1.GetCapacityResponse.SandboxesEntry\x1aT\n\x0eSandboxesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".kestrl.api.common.v1.SandboxInUse:\x02\x38\x01J\x04\x08\x04\x10\x05\x32\xc1\x02\n\x0eRolloutService\x12]\n\x08RunGroup\x12&.kestrl.api.rollout.v1.RunGroupRequest\x1a\'.kestrl.api.rollout.v1.RunGroupResponse0\x01\x12j\n\rUpdateEngines\x12+.kestrl.api.rollout.v1.UpdateEnginesRequest\x1a,.kestrl.api.rollout.v1.UpdateEnginesResponse\x12\x64\n\x0bGetCapacity\x12).kestrl.api.rollout.v1.GetCapacityRequest\x1a*.kestrl.api.rollout.v1.GetCapacityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,22 +42,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEADLINES']._serialized_end=300
   _globals['_ENGINE']._serialized_start=302
   _globals['_ENGINE']._serialized_end=337
-  _globals['_RUNGROUPREQUEST']._serialized_start=340
-  _globals['_RUNGROUPREQUEST']._serialized_end=701
-  _globals['_UPDATEENGINESREQUEST']._serialized_start=704
-  _globals['_UPDATEENGINESREQUEST']._serialized_end=853
-  _globals['_UPDATEENGINESRESPONSE']._serialized_start=855
-  _globals['_UPDATEENGINESRESPONSE']._serialized_end=878
-  _globals['_RUNGROUPRESPONSE']._serialized_start=881
-  _globals['_RUNGROUPRESPONSE']._serialized_end=1103
-  _globals['_RUNGROUPRESPONSE_TOOLDIGESTSENTRY']._serialized_start=1044
-  _globals['_RUNGROUPRESPONSE_TOOLDIGESTSENTRY']._serialized_end=1094
-  _globals['_GETCAPACITYREQUEST']._serialized_start=1105
-  _globals['_GETCAPACITYREQUEST']._serialized_end=1125
-  _globals['_GETCAPACITYRESPONSE']._serialized_start=1128
-  _globals['_GETCAPACITYRESPONSE']._serialized_end=1375
-  _globals['_GETCAPACITYRESPONSE_SANDBOXESENTRY']._serialized_start=1285
-  _globals['_GETCAPACITYRESPONSE_SANDBOXESENTRY']._serialized_end=1369
-  _globals['_ROLLOUTSERVICE']._serialized_start=1378
-  _globals['_ROLLOUTSERVICE']._serialized_end=1699
+  _globals['_CONTINUATION']._serialized_start=340
+  _globals['_CONTINUATION']._serialized_end=472
+  _globals['_RUNGROUPREQUEST']._serialized_start=475
+  _globals['_RUNGROUPREQUEST']._serialized_end=895
+  _globals['_UPDATEENGINESREQUEST']._serialized_start=898
+  _globals['_UPDATEENGINESREQUEST']._serialized_end=1063
+  _globals['_UPDATEENGINESRESPONSE']._serialized_start=1065
+  _globals['_UPDATEENGINESRESPONSE']._serialized_end=1088
+  _globals['_RUNGROUPRESPONSE']._serialized_start=1091
+  _globals['_RUNGROUPRESPONSE']._serialized_end=1313
+  _globals['_RUNGROUPRESPONSE_TOOLDIGESTSENTRY']._serialized_start=1254
+  _globals['_RUNGROUPRESPONSE_TOOLDIGESTSENTRY']._serialized_end=1304
+  _globals['_GETCAPACITYREQUEST']._serialized_start=1315
+  _globals['_GETCAPACITYREQUEST']._serialized_end=1335
+  _globals['_GETCAPACITYRESPONSE']._serialized_start=1338
+  _globals['_GETCAPACITYRESPONSE']._serialized_end=1585
+  _globals['_GETCAPACITYRESPONSE_SANDBOXESENTRY']._serialized_start=1495
+  _globals['_GETCAPACITYRESPONSE_SANDBOXESENTRY']._serialized_end=1579
+  _globals['_ROLLOUTSERVICE']._serialized_start=1588
+  _globals['_ROLLOUTSERVICE']._serialized_end=1909
 # @@protoc_insertion_point(module_scope)

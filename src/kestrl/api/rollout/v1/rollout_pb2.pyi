@@ -124,6 +124,42 @@ class Engine(_message.Message):
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
 
 @_typing.final
+class Continuation(_message.Message):
+    """Lets the turns of a group be sampled by newer versions than the one it begins with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_AGE_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    max_age: _builtins.int
+    """Largest number of steps by which the version of a running turn may be behind the newest one; beyond it the turn is
+    cut and sampled by the newest.
+    """
+    @_builtins.property
+    def newest(self) -> _common_pb2.PolicyVersion:
+        """The newest version that an engine has verified."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
+        """Engines that have verified it."""
+
+    def __init__(
+        self,
+        *,
+        max_age: _builtins.int = ...,
+        newest: _common_pb2.PolicyVersion | None = ...,
+        engines: _abc.Iterable[Global___Engine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "max_age", b"max_age", "newest", b"newest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continuation: _TypeAlias = Continuation  # noqa: Y015
+
+@_typing.final
 class RunGroupRequest(_message.Message):
     """One group to run."""
 
@@ -139,6 +175,7 @@ class RunGroupRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     ENGINES_REVISION_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Unique id, prefix of the ids of its episodes."""
     size: _builtins.int
@@ -155,7 +192,7 @@ class RunGroupRequest(_message.Message):
 
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyVersion:
-        """Required version of every completion; unset means the base model."""
+        """Required version of every completion, unless the group continues; unset means the base model."""
 
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
@@ -168,6 +205,12 @@ class RunGroupRequest(_message.Message):
     @_builtins.property
     def deadlines(self) -> Global___Deadlines:
         """Deadlines."""
+
+    @_builtins.property
+    def continuation(self) -> Global___Continuation:
+        """If set, each turn that begins is sampled by the version that is the newest then: this one, or a newer one of
+        UpdateEngines. A completion is of one version.
+        """
 
     def __init__(
         self,
@@ -182,10 +225,11 @@ class RunGroupRequest(_message.Message):
         seed: _builtins.int = ...,
         purpose: _builtins.str = ...,
         engines_revision: _builtins.int = ...,
+        continuation: Global___Continuation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadlines", b"deadlines", "policy", b"policy", "sampling", b"sampling", "scenario", b"scenario"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "deadlines", b"deadlines", "policy", b"policy", "sampling", b"sampling", "scenario", b"scenario"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadlines", b"deadlines", "engines", b"engines", "engines_revision", b"engines_revision", "group_id", b"group_id", "policy", b"policy", "purpose", b"purpose", "sampling", b"sampling", "scenario", b"scenario", "seed", b"seed", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "deadlines", b"deadlines", "engines", b"engines", "engines_revision", b"engines_revision", "group_id", b"group_id", "policy", b"policy", "purpose", b"purpose", "sampling", b"sampling", "scenario", b"scenario", "seed", b"seed", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,8 +244,11 @@ class UpdateEnginesRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     ENGINES_REVISION_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
     engines_revision: _builtins.int
     """See RunGroupRequest."""
+    newest: _builtins.bool
+    """Whether it is the newest version that an engine has verified, which groups that continue sample from."""
     @_builtins.property
     def policy(self) -> _common_pb2.PolicyVersion:
         """The version; unset means the base model."""
@@ -216,10 +263,11 @@ class UpdateEnginesRequest(_message.Message):
         policy: _common_pb2.PolicyVersion | None = ...,
         engines: _abc.Iterable[Global___Engine] | None = ...,
         engines_revision: _builtins.int = ...,
+        newest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "engines_revision", b"engines_revision", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "engines_revision", b"engines_revision", "newest", b"newest", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,13 @@
 """Simulated cost of stragglers with staleness: what becomes of a running group that an update makes too old.
 
-`release` gives it up and attempts its scenario again, `wait` has the step wait for it, `continue`, which is no option,
-lets it go on: each turn is sampled by the newest version when it begins, and tokens older than a bound are masked.
+`release` gives it up and attempts its scenario again, `wait` has the step wait for it, `continue` lets it go on: each
+turn is sampled by the newest version when it begins, and tokens older than a bound are masked.
 
 Discrete events with the learner's own rules of admission and waiting. Engines share their time among the turns that
 are sampled: up to SLOTS turns run at full speed, more slow each other down. A turn decodes its tokens after it has
 computed those of its prefix that are not in the engine's cache: what the last tool call answered, or, when the version
 differs from the turn's before, the whole prefix, since keys and values belong to a version. A turn that an update finds
-running ends with the version that it began with, as an adapter's name promises.
+running ends with the version that it began with: the product cuts those of versions that are too old.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Literal
 
 from benchmarks.report import Row, main
 
+from kestrl._shared.plan.algorithm import TOKEN_BOUND
 from kestrl_learner.ledger.schedule import admissible, affordable
 
 GROUPS, STEPS = 8, 100
@@ -34,8 +35,6 @@ PROMPT = 1000
 UNBOUNDED = 10**9
 MODES = ("release", "wait", "continue")
 Mode = Literal["release", "wait", "continue"]
-BOUND = 4
-"""Maximum age of a token of a group that continues, in times of the staleness that admits groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +361,7 @@ CELLS = (
     *((WORKLOADS[0], slots, PREFILL / 5) for slots in (UNBOUNDED, 16)),
 )
 SEEDS = (1, 2, 3)
-BOUNDS = (1, 2, BOUND, 8)
+BOUNDS = (1, 2, TOKEN_BOUND, 8)
 
 
 def measure() -> Iterator[Row]:
@@ -380,7 +379,7 @@ def measure() -> Iterator[Row]:
 
 
 def _runs(
-    workload: Workload, staleness: int, slots: int, mode: Mode, prefill: float = PREFILL, bound: int = BOUND
+    workload: Workload, staleness: int, slots: int, mode: Mode, prefill: float = PREFILL, bound: int = TOKEN_BOUND
 ) -> list[Outcome]:
     return [
         Simulation(workload, staleness, slots, mode, seed=seed, prefill=prefill, bound=bound).run() for seed in SEEDS

@@ -1,5 +1,5 @@
 """Learning curves of three seeds for what becomes of a running group that an update makes too old: `release`, `wait`,
-and `continue`, which is no option (see `benchmarks.stale_groups`, whose clock and rules these are).
+and `continue` (see `benchmarks.stale_groups`, whose clock and rules these are).
 
 A tiny model plays a task of several turns in process and is trained by the learner's own code, for the same simulated
 time in every mode. Each run is a process of its own with one thread, some at a time. A line of JSON a run; with

@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.one_step import JOB
 from benchmarks.stale_groups import (
-    BOUND,
     GROUPS,
     PREFILL,
     UNBOUNDED,
@@ -33,7 +32,7 @@ from benchmarks.stale_groups import (
 from benchmarks.stale_learning.lookups import ATTEMPTS, LONG_SHARE, Chain, Play, draw_chain, is_long, mean_reward
 from benchmarks.stale_learning.sampler import Sampler
 
-from kestrl._shared.plan.algorithm import AlgorithmSettings
+from kestrl._shared.plan.algorithm import TOKEN_BOUND, AlgorithmSettings
 from kestrl._shared.plan.planning import algorithm_settings
 from kestrl._shared.spec.load import read_job
 from kestrl.algorithms import ScoredEpisode
@@ -115,7 +114,7 @@ class Learning(Simulation):
 
     def __init__(self, workload: Workload, staleness: int, mode: Mode, *, seed: int, base: Path, plan: Plan) -> None:
         self._plan, self._chains = plan, list[Chain]()
-        super().__init__(workload, staleness, UNBOUNDED, mode, seed=seed, prefill=PREFILL, bound=BOUND)
+        super().__init__(workload, staleness, UNBOUNDED, mode, seed=seed, prefill=PREFILL, bound=TOKEN_BOUND)
         self.record = Record()
         self._plays: dict[int, list[Play]] = {}
         """Episodes by number of their group."""

@@ -9,14 +9,18 @@ import re
 import shutil
 import signal
 import sqlite3
+import statistics
 import struct
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,9 +28,10 @@ from safetensors.torch import load_file, save_file
 from tests.fakes.s3 import serving_s3
 
 from kestrl._app.local.rundir import RunDir
-from kestrl.episode import Purpose
+from kestrl.episode import Episode, Purpose
 from kestrl.storage import open_store
-from kestrl.storage.episodes import TRAINED_OUTCOMES, EpisodeFilter, ObjectEpisodeStore
+from kestrl.storage.episodes import TRAINED_OUTCOMES, EpisodeFilter, ObjectEpisodeStore, StoredGroup
+from kestrl_demo_models.tiny import tiny
 
 from .runs import QUICKSTART, ROOT, SMALL, belonging_to, command, eventually, kestrl, summary_of, wait_for_step
 
@@ -420,3 +425,170 @@ def test_a_server_of_tools_that_lists_others_after_an_interruption_ends_the_run(
     assert warning not in kestrl(*evaluation)
     lists("echo", "repeat")
     assert warning in kestrl(*evaluation)
+
+
+# Groups that continue over updates
+
+CONTINUED_STEPS = 6
+CORRECTION_CAP = 2.0
+"""Largest importance weight, the default of the spec."""
+CONTINUING = f"""
+apiVersion: kestrl.dev/v1alpha1
+kind: AgentRLJob
+metadata: {{name: continuing}}
+spec:
+  model: {{base: demo://tiny, adapter: {{rank: 16, alpha: 32}}}}
+  data: {{train: {{uri: demo://email/train, size: 400}}, seed: 42}}
+  agent: {{maxTurns: 4, maxTokens: 160, maxTokensPerTurn: 40}}
+  tools:
+    - {{name: search_emails, use: "late:SearchEmails"}}
+    - {{name: read_email, use: "kestrl_email.tools:ReadEmail"}}
+    - {{name: return_final_answer, use: "kestrl_email.tools:ReturnFinalAnswer"}}
+  rewards: [{{rule: "kestrl_email.rewards:art_e"}}]
+  algorithm: {{groupSize: 4, groupsPerStep: 2, learningRate: 2.0e-3, maxStaleness: 1}}
+  schedule: {{maxSteps: {CONTINUED_STEPS}, checkpointEvery: {CONTINUED_STEPS}, staleGroups: continue}}
+  inference: {{contextLength: 2048, adapterSlots: 3}}
+  rollout: {{concurrency: 64, deadlines: {{tool: 20s, turn: 40s, episode: 3m}}}}
+"""
+LATE = '''
+"""The search with a delay: of one mailbox in three it takes as long as several steps."""
+
+import asyncio
+import zlib
+
+from kestrl_email import tools
+
+
+class SearchEmails:
+    """Search the mailbox."""
+
+    def __init__(self, *, database: str, inbox: str) -> None:
+        self._search = tools.SearchEmails(database=database, inbox=inbox)
+        self._seconds = 6.0 if zlib.crc32(inbox.encode()) % 3 == 0 else 0.1
+
+    async def __call__(self, keywords: list[str]) -> object:
+        """Find mails that contain all keywords.
+
+        Args:
+            keywords: Words that must all occur.
+        """
+        await asyncio.sleep(self._seconds)
+        return self._search(keywords)
+
+    def close(self) -> None:
+        self._search.close()
+'''
+
+
+class Recomputed:
+    """Log-probs under any published version, by transformers and peft."""
+
+    def __init__(self, run: RunDir) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        folders = {int(path.name[:6]): path for path in (run.path / "adapters").iterdir()}
+        base = AutoModelForCausalLM.from_pretrained(tiny(), dtype="float32")
+        self._model: Any = PeftModel.from_pretrained(base, str(folders[0]), adapter_name="0").eval()
+        for step, folder in folders.items():
+            if step:
+                self._model.load_adapter(str(folder), adapter_name=f"{step}")
+
+    def score(self, step: int, ids: Sequence[int]) -> list[float]:
+        """Log-prob of every token; 0 of the first."""
+        import torch
+
+        self._model.set_adapter(f"{step}")
+        with torch.no_grad():
+            logprobs = torch.log_softmax(self._model(torch.tensor([list(ids)])).logits[0, :-1], -1)
+        return [0.0, *logprobs.gather(1, torch.tensor(list(ids)[1:])[:, None])[:, 0].tolist()]
+
+
+def steps_of(episode: Episode) -> list[int]:
+    """Steps of the versions of the turns."""
+    return [int(turn.policy.split(".")[1]) for turn in episode.turns]
+
+
+def trained(run: RunDir) -> Mapping[int, Sequence[StoredGroup]]:
+    store = ObjectEpisodeStore(open_store(run.path.as_uri()))
+    return {
+        step: [group for group in store.read(Purpose.TRAIN, step).stored if group.outcome in TRAINED_OUTCOMES]
+        for step in range(1, CONTINUED_STEPS + 1)
+    }
+
+
+def record(run: RunDir, step: int) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((run.path / "metrics" / f"{step:06d}.json").read_text())
+    return facts
+
+
+def test_episodes_of_several_versions_are_trained_on(tmp_path: Path) -> None:
+    """Groups continue over updates; what was stored is computed again from the published adapters alone."""
+    (tmp_path / "job.yaml").write_text(CONTINUING)
+    (tmp_path / "late.py").write_text(LATE)
+    kestrl("run", tmp_path / "job.yaml", "--runs", tmp_path)
+    run = RunDir(tmp_path / "continuing-1")
+    assert summary_of(run)["status"] == "succeeded"
+    assert summary_of(run)["failures"] == {}
+    assert summary_of(run)["stale"]["groups"] == 0
+    versions = [
+        steps_of(each) for groups in trained(run).values() for group in groups for each in group.trained.episodes
+    ]
+    several = [steps for steps in versions if len(set(steps)) > 1]
+    assert several, "no episode went on over an update"
+    assert all(steps == sorted(steps) for steps in versions)
+    with closing(sqlite3.connect(run.path / "ledger.db")) as connection:
+        rows = connection.execute("SELECT step, count(*) FROM work WHERE state = 'trained' GROUP BY step").fetchall()
+    assert rows == [(step, 2) for step in range(1, CONTINUED_STEPS + 1)], "each scenario is trained on once"
+    check_recomputed(run)
+
+
+def check_recomputed(run: RunDir) -> None:
+    """Compares log-probs of each token by its own version and by the one that the step began with, advantages, and the
+    loss.
+    """
+    model = Recomputed(run)
+    masked = 0
+    for step, groups in trained(run).items():
+        terms: list[float] = []
+        ages: dict[str, int] = {}
+        for group in groups:
+            rewards = [each.reward for each in group.trained.episodes if each.reward is not None]
+            for each in group.trained.episodes:
+                computed = iter(zip(*group_tokens(group, each), strict=True))
+                for number, row in enumerate(each.rows):
+                    scores = {version: model.score(version, row.token_ids) for version in {*steps_of(each), step - 1}}
+                    for turn, version in zip(each.turns, steps_of(each), strict=True):
+                        if turn.row != number:
+                            continue
+                        is_old = step - 1 - version > 4
+                        for place in range(turn.start, turn.end):
+                            assert row.mask[place] == (not is_old)
+                            if is_old:
+                                masked += 1
+                                continue
+                            learner, advantage = next(computed)
+                            assert row.logprobs[place] == pytest.approx(scores[version][place], abs=1e-3)
+                            assert learner == pytest.approx(scores[step - 1][place], abs=1e-3)
+                            assert advantage == pytest.approx(advantage_of(each, rewards), abs=1e-3)
+                            terms.append(-min(exp(learner - row.logprobs[place]), CORRECTION_CAP) * advantage)
+                            ages[str(step - 1 - version)] = ages.get(str(step - 1 - version), 0) + 1
+        facts = record(run, step)
+        assert facts["loss"] == pytest.approx(sum(terms) / len(terms), abs=1e-4)
+        assert facts["tokens_by_staleness"] == ages
+        assert facts["staleness"] == max(map(int, ages))
+        assert facts["gap"]["own"]["max"] <= 1e-3
+    assert summary_of(run)["stale"]["masked"] == masked
+
+
+def group_tokens(group: StoredGroup, episode: Episode) -> tuple[Sequence[float], Sequence[float]]:
+    """The learner's log-probs and advantages of an episode's trained tokens."""
+    tokens = group.tokens[episode.id]
+    return tokens.learner_logprobs, tokens.advantages
+
+
+def advantage_of(episode: Episode, rewards: Sequence[float]) -> float:
+    """GRPO's, by the rewards of the group."""
+    assert episode.reward is not None
+    spread = statistics.pstdev(rewards)
+    return (episode.reward - statistics.fmean(rewards)) / (spread + 1e-6)

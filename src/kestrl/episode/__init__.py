@@ -214,7 +214,8 @@ class Episode:
     stop_reason: StopReason
     failure: Failure | None
     policy: PolicyVersion | None
-    """Requested version; None means the base model without an adapter."""
+    """Requested version, with which the episode began; None means the base model without an adapter. Each turn names
+    its own."""
     engine: str
     started_at: float
     """Unix seconds."""

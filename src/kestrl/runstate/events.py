@@ -246,11 +246,17 @@ class GroupOutdated(RunEvent):
     tokens: int
 
     def after(self, state: RunState) -> RunState:
-        group = Stale(by_age={self.age: 1}, seconds=self.seconds, tokens=self.tokens)
-        return state.but(
-            stale_in_step=state.stale_in_step.plus(group),
-            history=state.history.but(stale=state.history.stale.plus(group)),
-        )
+        return state.with_stale(Stale(by_age={self.age: 1}, seconds=self.seconds, tokens=self.tokens))
+
+
+class TokensMasked(RunEvent):
+    """A step took groups with tokens that are too old to be trained on."""
+
+    kind: Literal["tokens_masked"] = "tokens_masked"
+    tokens: int
+
+    def after(self, state: RunState) -> RunState:
+        return state.with_stale(Stale(masked=self.tokens))
 
 
 class ToolsWarned(RunEvent):

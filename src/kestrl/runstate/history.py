@@ -152,7 +152,9 @@ class LearningCounts(Part):
 
 
 class Stale(Part):
-    """Groups that were released as too old to be trained on. Their scenarios are retried, so that only time is lost."""
+    """Groups that were released as too old to be trained on, and tokens that were too old in groups that were not. The
+    scenarios of these groups are retried, so that only time is lost.
+    """
 
     by_age: dict[int, int] = Field(default_factory=dict[int, int])
     """Groups by their age in steps at release."""
@@ -160,6 +162,8 @@ class Stale(Part):
     """Total running time of the groups."""
     tokens: int = 0
     """Sampled tokens of groups that had ended; those of running groups are not known."""
+    masked: int = 0
+    """Tokens of trained groups that were older than the bound and are not trained on."""
 
     def plus(self, other: Stale) -> Stale:
         """The sums of both."""
@@ -168,6 +172,7 @@ class Stale(Part):
             by_age={age: self.by_age.get(age, 0) + other.by_age.get(age, 0) for age in sorted(ages)},
             seconds=self.seconds + other.seconds,
             tokens=self.tokens + other.tokens,
+            masked=self.masked + other.masked,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -177,6 +182,7 @@ class Stale(Part):
             "by_age": {str(age): count for age, count in sorted(self.by_age.items())},
             "seconds": round(self.seconds, SECONDS_DIGITS),
             "tokens": self.tokens,
+            "masked": self.masked,
         }
 
 

@@ -31,6 +31,7 @@ Event = Annotated[
     | events.FailureCounted
     | events.RowSkipped
     | events.GroupOutdated
+    | events.TokensMasked
     | events.ToolsWarned
     | events.SandboxesReported
     | events.MismatchMeasured

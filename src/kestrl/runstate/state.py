@@ -229,6 +229,12 @@ class RunState(Versioned):
         """Whether the run has ended and its end is reported."""
         return self.activity.phase is not None and self.activity.phase.final
 
+    def with_stale(self, stale: Stale) -> Self:
+        """The state with more that was given up or masked as too old."""
+        return self.but(
+            stale_in_step=self.stale_in_step.plus(stale), history=self.history.but(stale=self.history.stale.plus(stale))
+        )
+
     @property
     def stored(self) -> Self:
         """The form in which it is stored: without gauges."""

@@ -307,6 +307,8 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         self.draining = False
         self.sandboxes: dict[str, cpb.SandboxInUse] = {}
         self.tool_digests: dict[str, str] = {}
+        self.newest: tuple[int, PolicyVersion, list[str]] | None = None
+        """Revision, version and engines of the newest version, for the later turns of groups that continue."""
 
     async def GetCapacity(self, request: Any, context: Any) -> rpb.GetCapacityResponse:
         return rpb.GetCapacityResponse(
@@ -315,10 +317,14 @@ class FakeWorker(rstubs.RolloutServiceServicer):
 
     async def UpdateEngines(self, request: rpb.UpdateEnginesRequest, context: Any) -> rpb.UpdateEnginesResponse:
         self.updates.append(request)
+        if request.newest:
+            self._renew(request.engines_revision, request.policy, request.engines)
         return rpb.UpdateEnginesResponse()
 
     async def RunGroup(self, request: rpb.RunGroupRequest, context: Any) -> AsyncGenerator[rpb.RunGroupResponse]:
         self.requests.append(request)
+        if request.HasField("continuation"):
+            self._renew(request.engines_revision, request.continuation.newest, request.continuation.engines)
         self.running += request.size
         self.most_running = max(self.most_running, self.running)
         try:
@@ -339,6 +345,12 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         finally:
             self.running -= request.size
 
+    def _renew(self, revision: int, policy: Any, engines: Iterable[rpb.Engine]) -> None:
+        newest = policy_from_proto(policy)
+        assert newest is not None
+        if self.newest is None or revision >= self.newest[0]:
+            self.newest = revision, newest, [engine.name for engine in engines]
+
     def _group(self, request: rpb.RunGroupRequest) -> Group:
         scenario = scenario_from_proto(request.scenario)
         return Group(
@@ -357,8 +369,15 @@ class FakeWorker(rstubs.RolloutServiceServicer):
         second = [chance.randrange(1, VOCABULARY) for _ in range(ANSWER + 1)]
         tokens = [*prompt, *first, *observation, *second]
         mask = bytes([0] * len(prompt) + [1] * len(first) + [0] * len(observation) + [1] * len(second))
-        scores = [0.0, *self._oracle.score(name, tokens)]
         engine = request.engines[index % len(request.engines)].name
+        later_name, later_engine = name, engine
+        if request.HasField("continuation"):
+            assert self.newest is not None
+            _, newest, engines = self.newest
+            later_name, later_engine = newest.name, engines[index % len(engines)]
+        before = len(tokens) - len(second)
+        scores = [0.0, *self._oracle.score(name, tokens)[: before - 1]]
+        scores += self._oracle.score(later_name, tokens)[before - 1 :]
         ends = [(len(prompt), len(prompt) + ANSWER), (len(tokens) - ANSWER - 1, len(tokens))]
         return Episode(
             id=f"{request.group_id}/{index}",
@@ -371,7 +390,7 @@ class FakeWorker(rstubs.RolloutServiceServicer):
                     token_ids=array("i", tokens),
                     mask=mask,
                     logprobs=array("f", [score if on else 0.0 for score, on in zip(scores, mask, strict=True)]),
-                    policies=[name, name],
+                    policies=[name, later_name],
                 )
             ],
             turns=[
@@ -382,11 +401,13 @@ class FakeWorker(rstubs.RolloutServiceServicer):
                     end=end,
                     text="text",
                     finish_reason="stop",
-                    engine=engine,
-                    policy=name,
+                    engine=turn_engine,
+                    policy=turn_name,
                     seconds=0.01,
                 )
-                for turn, (start, end) in enumerate(ends)
+                for turn, ((start, end), turn_engine, turn_name) in enumerate(
+                    zip(ends, (engine, later_engine), (name, later_name), strict=True)
+                )
             ],
             tool_calls=[],
             messages=[{"role": "user", "content": "question"}],

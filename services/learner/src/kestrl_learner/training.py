@@ -314,13 +314,14 @@ class TrainingRun:
         now = time.monotonic()
         self._pace = [*self._pace, now - began][-PACE_STEPS:]
         state, idle = resources.progress.state, resources.progress.idle.lap()
+        ages = [item.ages(step - 1) for item in ready]
         facts = step_record(step, groups, result) | {
-            "staleness": max(step - 1 - item.policy.step for item in ready),
+            "staleness": max(max(tokens) for tokens in ages),
             "seconds": {"collect": collected - began, "update": trained - collected, "rest": now - trained},
             "idle": idle.facts(),
             "stale": state.stale_in_step.facts(),
             "gathered": state.gathering.facts(),
-            **staleness_facts([step - 1 - item.policy.step for item in ready], groups, state.stale_in_step.seconds),
+            **staleness_facts(ages, groups, state.stale_in_step.seconds),
         }
         resources.progress.record_work()
         resources.sinks.step(step, facts)
@@ -352,7 +353,7 @@ class TrainingRun:
     async def _retire(self, policy: PolicyVersion) -> None:
         names_in_use = self._source.versions_in_use() | {policy.name}
         engines = self._resources.engines
-        await engines.retire({name for name in engines.wanted() if name not in names_in_use})
+        await engines.retire(engines.wanted() - names_in_use, accepted_from=self._source.accepted_from())
 
     def _apply_retention(self, names: Collection[str]) -> None:
         settings, store = self._settings, self._resources.store

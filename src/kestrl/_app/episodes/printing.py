@@ -44,7 +44,8 @@ def episode_lines(stored: StoredEpisode) -> Iterator[str]:
         f"episode {episode.id} of scenario {group.scenario.id}, {began}, {episode.seconds:.2f} s, engine "
         f"{episode.engine}"
     )
-    policy = episode.policy.name if episode.policy else "base"
+    begun = episode.policy.name if episode.policy else "base"
+    policy = ", ".join(dict.fromkeys((begun, *(turn.policy for turn in episode.turns))))
     yield safe_line(f"policy {policy}  seed {episode.seed}  trace {episode.trace_id or '-'}")
     reason = f": {stored.stored.reason}" if stored.stored.reason else ""
     yield safe_line(f"step {stored.step}  group {stored.stored.outcome}, attempt {stored.stored.attempt}{reason}")

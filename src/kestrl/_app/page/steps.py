@@ -44,7 +44,7 @@ class StepPoint:
     failures: Mapping[str, int]
     """Failed episodes and groups by boundary."""
     staleness: int | None = None
-    """Age of the oldest policy that the step trained on, in steps; None of an evaluation."""
+    """Age of the oldest policy that an episode of the step began with, in steps; None of an evaluation."""
     problem: str = ""
     """Why the step cannot be read."""
 

@@ -6,6 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+TOKEN_BOUND = 4
+"""Largest age of a trained token of a group that continues over updates, in times of `max_staleness`: lower bounds mask
+mostly the longest episodes (`benchmarks.stale_groups`)."""
+
 
 class CorrectionSettings(BaseModel, frozen=True, extra="forbid"):
     """Correction for the behaviour policy."""
@@ -34,6 +38,8 @@ class AlgorithmSettings(BaseModel, frozen=True, extra="forbid"):
     clip_low: float
     clip_high: float
     max_staleness: int
+    stale_groups: Literal["release", "wait", "continue"] = "release"
+    """Handling of a running group that the next version would make too old."""
     on_failed_episode: Literal["drop", "shrink"]
     min_group_size: int
     max_grad_norm: float
@@ -62,3 +68,13 @@ class AlgorithmSettings(BaseModel, frozen=True, extra="forbid"):
     kl_place: Literal["loss", "reward"] = "loss"
     dynamic_sampling: bool = False
     max_sampled_batches: int = 10
+
+    @property
+    def continues(self) -> bool:
+        """Whether newer versions sample the later turns of a running group."""
+        return self.stale_groups == "continue"
+
+    @property
+    def token_staleness(self) -> int:
+        """Largest age in steps of a token that is trained on."""
+        return self.max_staleness * (TOKEN_BOUND if self.continues else 1)

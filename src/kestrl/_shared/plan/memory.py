@@ -116,7 +116,7 @@ def _of_rl(job: AgentRLJob, model: str, row: tuple[int, int] | None) -> MemorySe
         completion=completion,
         group_rows=algorithm.group_size,
         groups=algorithm.groups_per_step,
-        published=algorithm.max_staleness + 1 if algorithm.max_staleness else 0,
+        published=algorithm.token_staleness + 1 if algorithm.max_staleness else 0,
         several_updates=algorithm.mini_batches * algorithm.mini_batch_epochs > 1,
         ranks=spec.learner.replicas * spec.learner.accelerator.count,
     )

@@ -174,9 +174,9 @@ class Schedule(Model):
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Maximum number of optimiser steps."""
-    stale_groups: Literal["release", "wait"] = "release"
-    """Handling of a running group that the next version would make too old: `release` cancels it for a later retry,
-    `wait` makes the step wait for it."""
+    stale_groups: Literal["release", "wait", "continue"] = "release"
+    """A running group that the next version would make too old: `release` retries it later, `wait` has the step wait,
+    `continue` samples on by newer versions."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations. Default: only before and after training."""
     checkpoint_every: PositiveInt = 10

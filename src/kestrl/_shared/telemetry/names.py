@@ -179,7 +179,7 @@ class Metric:
     TOKENS_PER_SECOND = Instrument(
         "kestrl.learner.tokens_per_second", "Sampled tokens per second of the last step", "1/s"
     )
-    STALENESS = Instrument("kestrl.learner.staleness", "Largest staleness of the last step's groups", "{step}")
+    STALENESS = Instrument("kestrl.learner.staleness", "Largest age of the last step's trained tokens", "{step}")
     QUARANTINED = Instrument(
         "kestrl.learner.engines.quarantined",
         "Versions that an engine could not verify, to be retried",
@@ -239,6 +239,12 @@ class Metric:
     )
     STALE_TOKENS = Instrument(
         "kestrl.learner.stale.tokens", "Sampled tokens of groups released as too old", "{token}", counts=True
+    )
+    MASKED_TOKENS = Instrument(
+        "kestrl.learner.stale.masked",
+        "Tokens of trained groups that were too old to be trained on",
+        "{token}",
+        counts=True,
     )
 
     EPISODES_RUNNING = Instrument("kestrl.rollout.episodes.running", "Episodes in progress")

@@ -51,7 +51,7 @@ SCALARS = (
     Column("num_turns", "int64", "turns of the model"),
     Column("num_tool_calls", "int64", "attempted tool calls"),
     Column("sampled_tokens", "int64", "tokens that the model sampled"),
-    Column("policy", "string", "requested version of the policy; null is the base model"),
+    Column("policy", "string", "version of the policy that the episode began with; null is the base model"),
     Column("engine", "string", "engine of the episode"),
     Column("duration_s", "double", "seconds from the episode's begin to its end"),
     Column("started_at", "double", "Unix seconds"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ def judged(
     on_failed: Literal["drop", "shrink"] = "drop",
     failures_before: int = 0,
     scenario: Scenario = SCENARIO,
+    proved: Mapping[PolicyVersion, Collection[str]] | None = None,
 ) -> GroupDecision:
     algorithm = AlgorithmSettings(
         name="grpo",
@@ -87,7 +89,7 @@ def judged(
         Group(id="g", scenario=scenario, episodes=episodes),
         scenario=SCENARIO,
         policy=POLICY,
-        engines=["engine-0"],
+        proved={POLICY: ["engine-0"]} if proved is None else proved,
         algorithm=algorithm,
         vocabulary=10,
         failures_before=failures_before,
@@ -139,6 +141,29 @@ def test_failed_episodes(
     assert decision.action is action
     assert len(decision.group.episodes) == kept
     assert list(decision.failures) == broken
+
+
+NEWER = PolicyVersion(job="job", step=4, sha256="cd" * 32)
+
+
+def of_two_versions(index: int, *, engine: str = "engine-1", policy: str = NEWER.name) -> Episode:
+    """An episode whose second token is of another version than its first."""
+    made = episode(index)
+    (turn,) = made.turns
+    turns = [replace(turn, end=2), replace(turn, index=1, start=2, engine=engine, policy=policy)]
+    return replace(made, turns=turns, rows=[replace(made.rows[0], policies=[POLICY.name, policy])])
+
+
+def test_an_episode_of_several_versions_is_trained_on_if_each_was_proved_by_its_engine() -> None:
+    proved = {POLICY: ["engine-0"], NEWER: ["engine-1"]}
+    group = [episode(0), of_two_versions(1), episode(2)]
+    assert judged(*group, proved=proved).action is GroupAction.TRAIN
+    (failure,) = judged(*group).failures
+    assert (failure.code, failure.message.endswith(f"requested was {POLICY.name}")) == ("wrong_policy", True)
+    (failure,) = judged(episode(0), of_two_versions(1, engine="engine-0"), episode(2), proved=proved).failures
+    assert (failure.code, NEWER.name in failure.message) == ("unproved_engine", True)
+    (failure,) = judged(episode(0), of_two_versions(1, policy="job.2.00"), episode(2), proved=proved).failures
+    assert (failure.code, "or a newer one" in failure.message) == ("wrong_policy", True)
 
 
 def with_row(index: int, **changes: Any) -> Episode:

@@ -32,7 +32,7 @@ def policy(step: int) -> PolicyVersion:
 def ready(position: int, step: int) -> ReadyGroup:
     scenario = Scenario(id=str(position), ordinal=position, messages=[])
     group = Group(id=f"g-{position}", scenario=scenario, episodes=[])
-    return ReadyGroup(Lease(position, 0, position, 0), group, policy(step))
+    return ReadyGroup(Lease(position, 0, position, 0), group, policy(step), {policy(step).name: step})
 
 
 def positions(groups: list[ReadyGroup]) -> list[int]:
@@ -123,7 +123,7 @@ class Replay(GroupSource):
             assert lease is not None
             assert made_by is not None
             self._ledger.finish(lease)
-            taken.append(ReadyGroup(lease, group, made_by))
+            taken.append(ReadyGroup(lease, group, made_by, {made_by.name: made_by.step}))
         return taken
 
     def take_ended(self) -> list[StoredGroup]:
@@ -134,6 +134,9 @@ class Replay(GroupSource):
 
     def versions_in_use(self) -> set[str]:
         return set()
+
+    def accepted_from(self) -> int:
+        return 0
 
     def drain(self) -> None:
         pass
@@ -193,6 +196,9 @@ class Scripted(GroupSource):
     def versions_in_use(self) -> set[str]:
         return self.versions
 
+    def accepted_from(self) -> int:
+        return 0
+
     def drain(self) -> None:
         pass
 
@@ -227,7 +233,8 @@ def finished(ledger: Ledger, sampled_by: PolicyVersion) -> ReadyGroup:
         seconds=1.0,
     )
     scenario = Scenario(id="s", ordinal=lease.ordinal, messages=[])
-    return ReadyGroup(lease, Group(id=episode.group_id, scenario=scenario, episodes=[episode]), policy(0))
+    group = Group(id=episode.group_id, scenario=scenario, episodes=[episode])
+    return ReadyGroup(lease, group, policy(0), {policy(0).name: 0})
 
 
 async def test_a_source_that_breaks_its_contract_is_found(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +249,7 @@ async def test_a_source_that_breaks_its_contract_is_found(ledger: Ledger, monkey
     with pytest.raises(AssertionError, match="a source begins once"):
         source.begin(policy(0), 0)
     late = finished(ledger, policy(1))
-    with pytest.raises(AssertionError, match="a group names the version that sampled its episodes"):
+    with pytest.raises(AssertionError, match="a group names the version that its episodes began with"):
         await CheckedSource(Scripted(late), ledger).take(0)
     ledger.train([good.lease, late.lease], 1)
     with pytest.raises(AssertionError, match="leases of taken groups are finished; of 1 0 are"):

@@ -10,20 +10,39 @@ import pytest
 from tests.unit.learner.fakes import running, until
 
 from kestrl.api.inference.v1 import inference_pb2 as ipb
+from kestrl.episode import PolicyVersion
 from kestrl_learner.engines.proofs import Proofs
+
+V1, V2, V3 = (PolicyVersion(job="job", step=step, sha256=f"{step}" * 64) for step in (1, 2, 3))
 
 
 def test_a_proof_counts_for_the_time_in_which_it_held() -> None:
     proofs = Proofs()
-    proofs.observe({"engine-0": {"v1"}, "engine-1": {"v1"}}, now=1.0)
-    proofs.observe({"engine-0": {"v1", "v2"}}, now=5.0)
-    assert proofs.since("v1", 4.0) == {"engine-0", "engine-1"}
-    assert proofs.since("v1", 5.5) == {"engine-0"}
-    assert proofs.since("v2", 0.0) == {"engine-0"}
-    proofs.observe({"engine-1": {"v1"}}, now=6.0)
-    assert proofs.since("v1", 7.0) == {"engine-1"}
-    proofs.forget("v1")
-    assert proofs.since("v1", 0.0) == frozenset()
+    proofs.add(V1)
+    proofs.add(V2)
+    proofs.observe({"engine-0": {V1.name}, "engine-1": {V1.name}}, now=1.0)
+    proofs.observe({"engine-0": {V1.name, V2.name}}, now=5.0)
+    assert proofs.since(V1, 4.0) == {V1: {"engine-0", "engine-1"}}
+    assert proofs.since(V1, 5.5) == {V1: {"engine-0"}}
+    assert proofs.since(V2, 0.0) == {V2: {"engine-0"}}
+    proofs.observe({"engine-1": {V1.name}}, now=6.0)
+    assert proofs.since(V1, 7.0) == {V1: {"engine-1"}}
+
+
+def test_proofs_of_a_retired_version_last_as_long_as_a_running_group_may_name_it() -> None:
+    proofs = Proofs()
+    for number, version in enumerate((V1, V2, V3)):
+        proofs.add(version)
+        proofs.observe({"engine-0": {version.name}}, now=float(number))
+    assert proofs.since(V1, 0.5, newer=True) == {V1: {"engine-0"}, V2: {"engine-0"}, V3: {"engine-0"}}
+    assert proofs.since(V1, 1.5, newer=True) == {V1: frozenset(), V2: {"engine-0"}, V3: {"engine-0"}}
+    assert proofs.since(V2, 0.5, newer=True) == {V2: {"engine-0"}, V3: {"engine-0"}}
+    proofs.forget({V3.name}, before=1)
+    assert proofs.since(V1, 0.5) == {V1: {"engine-0"}}
+    proofs.forget({V1.name, V3.name}, before=3)
+    assert proofs.since(V1, 0.5, newer=True) == {V1: {"engine-0"}, V3: {"engine-0"}}
+    proofs.forget({V3.name}, before=3)
+    assert proofs.since(V1, 0.5, newer=True) == {V1: frozenset(), V3: {"engine-0"}}
 
 
 @pytest.mark.usefixtures("quick")

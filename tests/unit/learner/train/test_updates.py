@@ -196,9 +196,11 @@ def test_staleness_is_a_histogram_and_a_share_of_the_time() -> None:
             episodes=[SimpleNamespace(started_at=begin, seconds=end - begin) for begin, end in spans]
         )
 
-    facts = staleness_facts([0, 2, 0], [group((0, 10), (5, 30)), group((0, 10)), group()], stale_seconds=10.0)
-    assert facts == {"by_staleness": {"0": 2, "2": 1}, "stale_share": 0.2}
-    assert staleness_facts([], [], 0.0) == {"by_staleness": {}, "stale_share": 0.0}
+    ages = [{0: 5}, {2: 4, 0: 3, 1: 2}, {0: 1}]
+    facts = staleness_facts(ages, [group((0, 10), (5, 30)), group((0, 10)), group()], stale_seconds=10.0)
+    tokens = {"0": 9, "1": 2, "2": 4}
+    assert facts == {"by_staleness": {"0": 2, "2": 1}, "tokens_by_staleness": tokens, "stale_share": 0.2}
+    assert staleness_facts([], [], 0.0) == {"by_staleness": {}, "tokens_by_staleness": {}, "stale_share": 0.0}
 
 
 # Log-probs without the logits of a batch

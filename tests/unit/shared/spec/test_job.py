@@ -117,6 +117,7 @@ def test_a_missing_field_is_named() -> None:
         (["algorithm.correction.low=3"], "spec.algorithm.correction.low"),
         (["algorithm.correction.rejectBelow=2"], "spec.algorithm.correction.rejectBelow"),
         (["algorithm.maxStaleness=3"], "spec.inference.adapterSlots"),
+        (["schedule.staleGroups=continue"], "spec.schedule.staleGroups"),
         (["model.adapter.rank=1024"], "spec.model.adapter.rank"),
         (["agent.maxTokens=4096"], "spec.agent.maxTokens"),
         (["learner.activationOffload=true", "learner.accelerator.profile=nvidia"], "spec.learner.activationOffload"),

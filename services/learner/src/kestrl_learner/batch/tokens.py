@@ -46,7 +46,7 @@ def token_origins(row: TrainRow) -> list[str]:
 def older_origins(row: TrainRow) -> set[tuple[str, str]]:
     """Policy and engine of a row's tokens that a known older policy sampled."""
     origins = zip(row.policies, row.engines, row.on_policy, strict=True)
-    return {(policy, engine) for policy, engine, newest in origins if policy and not newest}
+    return {(policy, engine) for policy, engine, is_newest in origins if policy and not is_newest}
 
 
 def stale_rows(groups: Sequence[TrainGroup]) -> dict[str, list[TrainGroup]]:

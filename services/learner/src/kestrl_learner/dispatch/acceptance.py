@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -72,17 +72,26 @@ def refused_credential(failures: Iterable[Failure]) -> Failure | None:
     return next((failure for failure in failures if (failure.boundary, failure.code) in REFUSED), None)
 
 
-def policy_mismatch(group: Group, policy: PolicyVersion, engines: Collection[str]) -> Failure | None:
-    """The failure of a group with a completion of another policy version, or of an engine that had not verified it;
-    else None.
+def policy_mismatch(
+    group: Group, policy: PolicyVersion, proved: Mapping[PolicyVersion, Collection[str]]
+) -> Failure | None:
+    """The failure of a group with a completion of another policy version than it may have, or of an engine that had not
+    verified it; else None.
+
+    Args:
+        group: The group.
+        policy: The requested version.
+        proved: Engines that had verified a version while the group ran, by each version that may have sampled a turn.
     """
+    engines = {version.name: names for version, names in proved.items()}
     for episode in group.episodes:
         for turn in episode.turns:
-            if turn.policy != policy.name:
-                message = f"{episode.id}: {turn.engine} answered with {turn.policy}, requested was {policy.name}"
+            if turn.policy not in engines:
+                requested = policy.name if len(proved) == 1 else f"{policy.name} or a newer one"
+                message = f"{episode.id}: {turn.engine} answered with {turn.policy}, requested was {requested}"
                 return Failure(boundary=Boundary.ENGINE, code="wrong_policy", message=message, component=turn.engine)
-            if turn.engine not in engines:
-                message = f"{episode.id}: {turn.engine} was not among the engines that proved {policy.name}"
+            if turn.engine not in engines[turn.policy]:
+                message = f"{episode.id}: {turn.engine} was not among the engines that proved {turn.policy}"
                 return Failure(boundary=Boundary.ENGINE, code="unproved_engine", message=message, component=turn.engine)
     return None
 
@@ -160,7 +169,7 @@ def decide(
     *,
     scenario: Scenario,
     policy: PolicyVersion,
-    engines: Collection[str],
+    proved: Mapping[PolicyVersion, Collection[str]],
     algorithm: AlgorithmSettings,
     vocabulary: int,
     failures_before: int,
@@ -171,12 +180,13 @@ def decide(
         group: The group as the worker returned it.
         scenario: The requested scenario.
         policy: The requested policy version.
-        engines: Names of the engines that had verified the version while the group ran.
+        proved: Names of the engines that had verified a version while the group ran, by version; that one, and newer
+            ones if the group continues over updates.
         algorithm: The job's settings for groups.
         vocabulary: Size of the model's vocabulary.
         failures_before: Failed attempts at this scenario so far.
     """
-    wrong = policy_mismatch(group, policy, engines)
+    wrong = policy_mismatch(group, policy, proved)
     wrong = wrong or malformed(group, scenario=scenario, size=algorithm.group_size, vocabulary=vocabulary)
     if wrong is not None:
         return _retry_or_drop(group, [wrong], failures_before, retryable=True)

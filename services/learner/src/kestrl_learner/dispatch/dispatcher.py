@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
@@ -15,12 +16,13 @@ from kestrl.algorithms import Algorithm
 from kestrl.episode import PolicyVersion, Purpose, Scenario
 from kestrl.errors import KestrlError
 from kestrl.storage.episodes import StoredGroup
+from kestrl_learner.dispatch.group_assignment import GroupAssignment
 from kestrl_learner.dispatch.group_outcomes import GroupOutcomes
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.group_source import GroupSource
 from kestrl_learner.dispatch.leases import ScenarioLeases
 from kestrl_learner.dispatch.running_groups import RunningGroup, RunningGroups
-from kestrl_learner.dispatch.workers import GroupAssignment, Workers
+from kestrl_learner.dispatch.workers import Workers
 from kestrl_learner.engines.admission import EpisodeLimit
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease, Ledger
@@ -77,22 +79,28 @@ class Dispatcher(GroupSource):
         self._lowest: int | None = None
         observe(Metric.ADMISSION, lambda: self._admission.limit or self._workers.capacity)
         self._policy: PolicyVersion | None = None
+        self._recent = deque[PolicyVersion](maxlen=self._max_staleness + 1)
+        """The newest versions that turns may be sampled from, if groups continue over updates."""
         self._draining = False
 
     def begin(self, policy: PolicyVersion, step: int) -> None:
         self._policy, self._consumed = policy, step * self._per_step
+        self._recent.append(policy)
         self._engines.changes.add(self._wake.set)
         self._workers.changes.add(self._wake.set)
         self._engines.looks.add(self._update_admission)
         self._wake.set()
 
     def advance(self, policy: PolicyVersion) -> None:
-        """Uses a newer version for new groups and cancels running ones that are now too old to be trained on.
+        """Uses a newer version for new groups, and cancels running ones that are now too old to be trained on unless
+        groups continue over updates.
 
         Left running, they would be released when they end, and hold an adapter slot until then.
         """
         self._policy = policy
-        self._running.end_older(policy.step - self._max_staleness)
+        self._recent.append(policy)
+        if not self._settings.algorithm.continues:
+            self._running.end_older(policy.step - self._max_staleness)
         self._wake.set()
 
     def take_ended(self) -> list[StoredGroup]:
@@ -103,7 +111,13 @@ class Dispatcher(GroupSource):
         self._queue.notify()
 
     def versions_in_use(self) -> set[str]:
+        if self._settings.algorithm.continues:
+            return {policy.name for policy in self._recent}
         return self._running.versions_in_use()
+
+    def accepted_from(self) -> int:
+        assert self._policy is not None
+        return min(self._running.versions(), default=self._policy.step)
 
     def _update_admission(self) -> None:
         """Adapts the admission limit after an engine reported its load."""
@@ -182,6 +196,7 @@ class Dispatcher(GroupSource):
             temperature=settings.temperature,
             seed=group_seed(settings.seed, lease.epoch, lease.ordinal),
             purpose=Purpose.TRAIN,
+            max_turn_age=self._max_staleness if settings.algorithm.continues else 0,
         )
         running[task].begun = True
         began = asyncio.get_running_loop().time()
@@ -201,8 +216,8 @@ class Dispatcher(GroupSource):
         except KestrlError as error:
             self._outcomes.failed(lease, error)
         else:
-            engines = self._engines.proved_since(policy, began)
-            self._outcomes.ended(lease, request, policy, group, engines=engines)
+            proved = self._engines.proofs.since(policy, began, newer=settings.algorithm.continues)
+            self._outcomes.ended(lease, request, policy, group, proved=proved)
 
     def _release_outdated(self, lease: Lease, policy: PolicyVersion, running: RunningGroup) -> None:
         assert self._policy is not None
@@ -233,9 +248,8 @@ class Dispatcher(GroupSource):
                     f"no group of step {step + 1} was complete within {seconds:g} s; check what the episodes wait for, "
                     "or raise spec.rollout.deadlines.step"
                 ) from None
-        groups = self._queue.take(self._per_step)
+        groups = self._outcomes.taken(self._queue.take(self._per_step), step)
         self._consumed += self._per_step
-        self._outcomes.step_taken()
         self._wake.set()
         return groups
 
@@ -250,7 +264,7 @@ class Dispatcher(GroupSource):
 
     def _must_wait(self, step: int) -> bool:
         """Whether the step must wait for running groups that would otherwise be too old for every later step."""
-        if self._settings.stale_groups == "release":
+        if self._settings.algorithm.stale_groups != "wait":
             return False
         return not affordable(
             step=step,

@@ -17,8 +17,9 @@ from kestrl.runstate.sampling import EvaluationSampling
 from kestrl.storage.episodes import EpisodeBatch, EpisodeStore
 from kestrl_learner.concurrency import Signal
 from kestrl_learner.dispatch.acceptance import refused_credential
+from kestrl_learner.dispatch.group_assignment import GroupAssignment
 from kestrl_learner.dispatch.retry_pause import RetryPause
-from kestrl_learner.dispatch.workers import GroupAssignment, NoWorker, Workers
+from kestrl_learner.dispatch.workers import NoWorker, Workers
 from kestrl_learner.engines.engines import Engines, NoEngineProved
 from kestrl_learner.progress.progress import Progress, episode_facts, means_of
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl.algorithms import Algorithm
 from kestrl.episode import Group, PolicyVersion, Scenario
 from kestrl.errors import Boundary, Failure, KestrlError
-from kestrl.runstate.events import GroupOutdated
+from kestrl.runstate.events import GroupOutdated, TokensMasked
 from kestrl.storage.episodes import GroupOutcome, StoredGroup
 from kestrl_learner.dispatch.acceptance import LEFT_OUT, MAX_ATTEMPTS, GroupAction, GroupDecision, decide
 from kestrl_learner.dispatch.dynamic_sampling import DynamicSampling
 from kestrl_learner.dispatch.failure_share import FailureShare
+from kestrl_learner.dispatch.group_assignment import GroupAssignment
 from kestrl_learner.dispatch.group_queue import GroupQueue, ReadyGroup
 from kestrl_learner.dispatch.leases import ScenarioLeases
 from kestrl_learner.dispatch.retry_pause import RetryPause
-from kestrl_learner.dispatch.workers import EnginesAway, GroupAssignment, NoWorker, WorkerAway
+from kestrl_learner.dispatch.workers import EnginesAway, NoWorker, WorkerAway
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger import Lease
 from kestrl_learner.progress.progress import Progress
@@ -78,14 +79,29 @@ class GroupOutcomes:
         self._dynamic_sampling = DynamicSampling(algorithm, at_most=at_most)
         self._unused = EndedGroups(max(LEAST_STORED, STORED_STEPS * settings.algorithm.groups_per_step))
 
-    def step_taken(self) -> None:
-        """Starts the counts of the next step."""
+    def taken(self, groups: Sequence[ReadyGroup], step: int) -> list[ReadyGroup]:
+        """The groups that the step after `step` steps takes, with tokens that are too old as context; starts the counts
+        of the next step.
+        """
+        masked_groups = [ready.without_older(self._first_step(step)) for ready in groups]
+        self._progress.emit(TokensMasked(tokens=sum(count for _, count in masked_groups)))
         self._progress.observe(groups_ready=len(self._queue))
         self._failure_share.reset()
         self._dynamic_sampling.reset()
+        return [ready for ready, _ in masked_groups]
+
+    def _first_step(self, step: int) -> int:
+        """Step of the oldest version whose tokens the step after `step` steps is trained on."""
+        return step - self._settings.algorithm.token_staleness
 
     def ended(
-        self, lease: Lease, request: GroupAssignment, policy: PolicyVersion, group: Group, *, engines: Collection[str]
+        self,
+        lease: Lease,
+        request: GroupAssignment,
+        policy: PolicyVersion,
+        group: Group,
+        *,
+        proved: Mapping[PolicyVersion, Collection[str]],
     ) -> None:
         """Handles a group that ran to its end.
 
@@ -94,7 +110,7 @@ class GroupOutcomes:
             request: What was asked for.
             policy: The requested version.
             group: The answer.
-            engines: Names of the engines that had proved the version while it ran.
+            proved: Names of the engines that had proved each version that may have sampled a turn, while it ran.
 
         Raises:
             KestrlError: Too many episodes failed, or too many groups were rejected or not scored.
@@ -103,7 +119,7 @@ class GroupOutcomes:
             group,
             scenario=request.scenario,
             policy=policy,
-            engines=engines,
+            proved=proved,
             algorithm=self._settings.algorithm,
             vocabulary=self._vocabulary,
             failures_before=lease.failures,
@@ -111,9 +127,12 @@ class GroupOutcomes:
         if decision.refused is not None:
             self._await_credential(lease, decision, decision.refused, group)
             return
+        engines = {name for names in proved.values() for name in names}
         self._count(lease, decision, engines, episodes=len(group.episodes))
         if decision.action is GroupAction.TRAIN:
-            self._accept(lease, policy, decision.group, group)
+            steps = {version.name: version.step for version in proved}
+            whole = None if decision.group is group else group
+            self._accept(ReadyGroup(lease, decision.group, policy, steps, whole))
             return
         self._store(lease, OUTCOMES[decision.action], decision.reason, group)
         if decision.action is GroupAction.RETRY:
@@ -155,16 +174,17 @@ class GroupOutcomes:
         elif decision.action is not GroupAction.RETRY:
             self._failure_share.add(episodes, decision.failures)
 
-    def _accept(self, lease: Lease, policy: PolicyVersion, group: Group, original: Group) -> None:
+    def _accept(self, ready: ReadyGroup) -> None:
+        lease, group = ready.lease, ready.group
         self.pause.reset()
         self._progress.add(group)
         self._progress.accept_credential(group)
         if not self._dynamic_sampling.accepts(group):
-            self._store(lease, GroupOutcome.DROPPED, REJECTED, original)
+            self._store(lease, GroupOutcome.DROPPED, REJECTED, ready.whole or group)
             self._leases.drop(lease, REJECTED)
             return
         self._leases.finish(lease)
-        self._queue.put(ReadyGroup(lease, group, policy, original if original is not group else None))
+        self._queue.put(ready)
         self._progress.observe(groups_ready=len(self._queue))
 
     def failed(self, lease: Lease, error: KestrlError) -> None:
@@ -212,14 +232,14 @@ class GroupOutcomes:
 
     def evict(self, step: int) -> int:
         """Releases the scenarios of waiting groups that are too old for a step, each exactly once; returns how many."""
-        older = self._queue.take_older(step - self._settings.algorithm.max_staleness)
+        older = self._queue.take_older(self._first_step(step))
         for ready in older:
-            reason = f"stale: version {ready.policy.step} at step {step + 1}"
+            reason = f"stale: version {ready.newest} at step {step + 1}"
             self._store(ready.lease, GroupOutcome.STALE, reason, ready.whole or ready.group)
             self._leases.release_finished(ready.lease, reason)
             self._count_stale(
                 ready.lease,
-                age=step - ready.policy.step,
+                age=step - ready.newest,
                 seconds=max((episode.seconds for episode in ready.group.episodes), default=0.0),
                 tokens=sum(sum(row.mask) for episode in ready.group.episodes for row in episode.rows),
             )

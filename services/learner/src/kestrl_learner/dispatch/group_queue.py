@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kestrl.episode import Group, PolicyVersion
 from kestrl.storage.episodes import GroupOutcome, StoredGroup, TrainedTokens
 from kestrl_learner.concurrency import Signal
+from kestrl_learner.dispatch.token_versions import token_versions, without_tokens
 from kestrl_learner.ledger import Lease
 
 
@@ -18,6 +19,9 @@ class ReadyGroup:
     lease: Lease
     group: Group
     policy: PolicyVersion
+    """The version that it began with."""
+    steps: Mapping[str, int]
+    """Step of each version that sampled its turns, by name."""
     whole: Group | None = None
     """With the failed episodes that `group` is without; None if it has none."""
 
@@ -33,6 +37,26 @@ class ReadyGroup:
             attempt=self.lease.attempt,
             tokens={self.group.episodes[position].id: episode_tokens for position, episode_tokens in tokens.items()},
         )
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest version that sampled a token of it; without tokens, of the one that it began with."""
+        return max(token_versions(self.group, self.steps), default=self.policy.step)
+
+    def ages(self, step: int) -> Mapping[int, int]:
+        """Number of its tokens by their age in steps, where `step` is that of the newest version."""
+        return {step - version: tokens for version, tokens in token_versions(self.group, self.steps).items()}
+
+    def without_older(self, first_step: int) -> tuple[ReadyGroup, int]:
+        """The group with the tokens of versions before the step `first_step` as context; and the number of these
+        tokens.
+        """
+        older = sum(count for step, count in token_versions(self.group, self.steps).items() if step < first_step)
+        if not older:
+            return self, 0
+        names = {name for name, step in self.steps.items() if step < first_step}
+        whole = None if self.whole is None else without_tokens(self.whole, names)
+        return replace(self, group=without_tokens(self.group, names), whole=whole), older
 
 
 class GroupQueue:
@@ -57,19 +81,21 @@ class GroupQueue:
         self._changed.notify()
 
     def take(self, count: int) -> list[ReadyGroup]:
-        """Removes the first groups by policy version, then by position; fewer than `count` if there are fewer."""
+        """Removes the first groups by the version they began with, then by position; fewer than `count` if there are
+        fewer.
+        """
         self._groups.sort(key=lambda ready: (ready.policy.step, ready.lease.position))
         groups, self._groups = self._groups[:count], self._groups[count:]
         return groups
 
     def take_older(self, first_step: int) -> list[ReadyGroup]:
-        """Removes the groups of policy versions before the step `first_step`."""
-        older = [ready for ready in self._groups if ready.policy.step < first_step]
-        self._groups = [ready for ready in self._groups if ready.policy.step >= first_step]
+        """Removes the groups whose tokens are all of versions before the step `first_step`."""
+        older = [ready for ready in self._groups if ready.newest < first_step]
+        self._groups = [ready for ready in self._groups if ready.newest >= first_step]
         return older
 
     def versions(self) -> list[int]:
-        """Step of every group's policy version."""
+        """Step of the version that each group began with."""
         return [ready.policy.step for ready in self._groups]
 
     def notify(self) -> None:

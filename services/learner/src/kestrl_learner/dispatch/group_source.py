@@ -52,6 +52,10 @@ class GroupSource(Protocol):
         """Names of the versions that engines must still serve."""
         ...
 
+    def accepted_from(self) -> int:
+        """Step of the oldest version that the completions of running groups may name."""
+        ...
+
     def drain(self) -> None:
         """Starts no further group, and lets a waiting `take` return."""
         ...

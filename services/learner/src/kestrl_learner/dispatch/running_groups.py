@@ -17,6 +17,7 @@ class RunningGroup:
 
     position: int
     policy: PolicyVersion
+    """The version that it began with."""
     episodes: int
     """Episodes that have not ended."""
     at: float
@@ -61,7 +62,7 @@ class RunningGroups:
         return len(self._groups) - len(self._outdated)
 
     def versions(self) -> list[int]:
-        """Step of the policy version of every group that is not given up."""
+        """Step of the policy version that every group began with which is not given up."""
         given_up = self._outdated | self._late
         return [group.policy.step for task, group in self._groups.items() if task not in given_up]
 

@@ -71,7 +71,7 @@ class CheckedSource(GroupSource):
             assert group.episodes, "a group has episodes"
             for episode in group.episodes:
                 assert episode.failure is None, "an episode that failed is not trained"
-                assert episode.policy == ready.policy, "a group names the version that sampled its episodes"
+                assert episode.policy == ready.policy, "a group names the version that its episodes began with"
             self._positions.add(lease.position)
             self._ids.add(group.id)
         finished = self._ledger.counts().get("finished", 0)
@@ -92,6 +92,11 @@ class CheckedSource(GroupSource):
         unknown = names - {policy.name for policy in self._published}
         assert not unknown, f"a source uses published versions alone, not {', '.join(sorted(unknown))}"
         return names
+
+    def accepted_from(self) -> int:
+        step = self._source.accepted_from()
+        assert step <= self._published[-1].step, "the newest version is accepted"
+        return step
 
     def drain(self) -> None:
         self._source.drain()

@@ -16,26 +16,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.settings.common import DNS
-from kestrl._shared.plan.settings.learner import EngineEntry, LearnerSettings
+from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.rpc import Channel, call, channel, connected, stream
-from kestrl._shared.rpc.codec import deadlines_to_proto, sandboxes_from_proto
+from kestrl._shared.rpc.codec import sandboxes_from_proto
 from kestrl._shared.rpc.lookup import resolved
 from kestrl._shared.telemetry import ids_of, span
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.api.common.v1 import common_pb2 as common_pb
 from kestrl.api.rollout.v1 import rollout_pb2 as pb
 from kestrl.api.rollout.v1 import rollout_pb2_grpc as stubs
-from kestrl.episode import Group, PolicyVersion, Purpose, Scenario
-from kestrl.episode.codec import group_from_proto, policy_to_proto, scenario_to_proto
+from kestrl.episode import Group, Scenario
+from kestrl.episode.codec import group_from_proto, policy_to_proto
 from kestrl.errors import KestrlError
 from kestrl_learner.concurrency import Listeners, Signal
+from kestrl_learner.dispatch.group_assignment import GroupAssignment, engine_messages, run_group_request
 from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
 
@@ -86,23 +87,6 @@ class BrokenStream(KestrlError):
 
     code = "stream_broken"
     retryable = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupAssignment:
-    """One group to run."""
-
-    group_id: str
-    scenario: Scenario
-    size: int
-    policy: PolicyVersion
-    temperature: float
-    seed: int
-    purpose: Purpose
-    top_p: float = 1.0
-    """Below 1 only in evaluations."""
-    top_k: int = 0
-    """Above 0 only in evaluations."""
 
 
 @dataclass(slots=True)
@@ -241,13 +225,17 @@ class Workers:
 
     async def _update_engines(self, worker: _Worker) -> None:
         """Sends a worker the engines of every version; what fails is tried again at the next look."""
-        revision = self._serving.revision
+        # One list: it may be replaced while it is sent.
+        revision, newest_version, versions = self._serving.revision, self._serving.newest, self._serving.engines
         try:
-            for policy, engines in self._serving.engines.items():
+            for policy, engines in versions.items():
                 await call(
                     worker.stub.UpdateEngines,
                     pb.UpdateEnginesRequest(
-                        policy=policy_to_proto(policy), engines=_engines(engines), engines_revision=revision
+                        policy=policy_to_proto(policy),
+                        engines=engine_messages(engines),
+                        engines_revision=revision,
+                        newest=policy == newest_version,
                     ),
                     pb.UpdateEnginesResponse,
                     timeout=CALL_SECONDS,
@@ -340,28 +328,6 @@ class Workers:
         self._progress.idle.count_episodes(size)
         return best
 
-    def _to_proto(self, request: GroupAssignment) -> pb.RunGroupRequest:
-        settings = self._settings
-        return pb.RunGroupRequest(
-            group_id=request.group_id,
-            scenario=scenario_to_proto(request.scenario),
-            size=request.size,
-            policy=policy_to_proto(request.policy),
-            engines=_engines(self._serving.engines.get(request.policy, ())),
-            engines_revision=self._serving.revision,
-            sampling=pb.Sampling(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                max_tokens=settings.max_tokens,
-                max_turns=settings.max_turns,
-                max_tokens_per_turn=settings.max_tokens_per_turn,
-            ),
-            deadlines=deadlines_to_proto(settings.deadlines),
-            seed=request.seed,
-            purpose=request.purpose,
-        )
-
     async def _stream(self, worker: _Worker, request: GroupAssignment, on_end: Callable[[int], None]) -> Group:
         timeout = 2 * self._settings.deadlines.group + GRACE_SECONDS
         peer = f"rollout worker {worker.address}"
@@ -369,7 +335,7 @@ class Workers:
             raise WorkerAway(f"{peer} cannot be reached")
         if not self._serving.engines.get(request.policy):
             raise EnginesAway(f"no engine serves {request.policy.name} now")
-        message, token = self._to_proto(request), Secret.LEARNER_TO_ROLLOUT.here()
+        message, token = run_group_request(request, self._settings, self._serving), Secret.LEARNER_TO_ROLLOUT.here()
         answers = stream(worker.stub.RunGroup, message, pb.RunGroupResponse, timeout=timeout, peer=peer, token=token)
         async for answer in answers:
             if answer.HasField("group"):
@@ -377,10 +343,6 @@ class Workers:
                 return _decoded(answer.group, request.scenario, peer)
             on_end(answer.ended)
         raise BrokenStream(f"{peer} ended the stream of {request.group_id} without its group")
-
-
-def _engines(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
-    return [pb.Engine(name=engine.name, url=engine.url) for engine in engines]
 
 
 def _decoded(message: common_pb.Group, scenario: Scenario, peer: str) -> Group:

@@ -83,9 +83,9 @@ class Engines:
         self._known: list[KnownEngine] = []
         self._progress, self._start_seconds = progress, start_seconds
         self._wanted: dict[str, PublishedPolicy] = {}
-        self._proofs, self.serving = Proofs(), Serving()
+        self.proofs, self.serving = Proofs(), Serving()
         self._device_taken = False
-        """Whether the learner has the device of engines that use it in turns; they are woken when it has not."""
+        """Whether the learner has the device that engines use in turns with it; they are woken when it has not."""
         self._changed = Signal()
         self.changes = Listeners()
         """Called when what the engines have proved may have changed."""
@@ -105,10 +105,6 @@ class Engines:
     def proved(self, policy: PolicyVersion) -> list[EngineEntry]:
         """The engines that have proved a version, now."""
         return [engine.entry for engine in self._known if engine.serves(policy.name) and not engine.suspected]
-
-    def proved_since(self, policy: PolicyVersion, began: float) -> frozenset[str]:
-        """Names of the engines that had proved a version at any time since `began`, by the loop's clock."""
-        return self._proofs.since(policy.name, began)
 
     def suspect(self, names: Iterable[str]) -> None:
         """A request to one of these engines failed: none is named again before its agent has looked at it.
@@ -140,10 +136,6 @@ class Engines:
         """Names of the versions that are published and not retired."""
         return set(self._wanted)
 
-    def published(self, name: str) -> bool:
-        """Whether this learner published a version and has not retired it."""
-        return name in self._wanted
-
     async def publish(
         self, policy: PolicyVersion, uri: str, *, parent: str | None = None, probe_distance: float | None = None
     ) -> list[EngineEntry]:
@@ -161,6 +153,7 @@ class Engines:
         """
         serving = [engine for engine in self._known if engine.caught_up] if self._wanted else None
         self._wanted[policy.name] = PublishedPolicy(policy, uri)
+        self.proofs.add(policy)
         self._progress.emit(
             VersionPublished(version=policy, uri=uri, parent=parent or "", probe_distance=probe_distance)
         )
@@ -201,14 +194,19 @@ class Engines:
     def _hopeless(self, name: str) -> bool:
         return bool(self._known) and all(engine.hopeless(name) for engine in self._known)
 
-    async def retire(self, names: set[str]) -> None:
-        """Stops wanting versions that nothing uses any more: each engine unloads them before it loads another."""
+    async def retire(self, names: set[str], *, accepted_from: int) -> None:
+        """Stops wanting versions that nothing samples from any more: each engine unloads them before it loads another.
+
+        Args:
+            names: The versions.
+            accepted_from: Step of the oldest version that completions may still name; older proofs are forgotten.
+        """
         for name in names & set(self._wanted):
             del self._wanted[name]
             for engine in self._known:
                 engine.proved.discard(name)
                 engine.load_failures.pop(name, None)
-            self._proofs.forget(name)
+        self.proofs.forget(self._wanted, before=accepted_from)
         self._look()
 
     def _look(self) -> None:
@@ -279,7 +277,7 @@ class Engines:
 
     def _record_proofs(self, policies: Iterable[PolicyVersion]) -> None:
         proved = {engine.entry.name: engine.proved for engine in self._known}
-        self._proofs.observe(proved, now=asyncio.get_running_loop().time())
+        self.proofs.observe(proved, now=asyncio.get_running_loop().time())
         # A suspected engine keeps the sessions that it has: they move when it does not answer.
         self.serving.update(
             {policy: tuple(engine.entry for engine in self._known if engine.serves(policy.name)) for policy in policies}

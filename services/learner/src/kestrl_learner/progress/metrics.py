@@ -38,3 +38,4 @@ def observe_progress(progress: Progress) -> None:
     observe(Metric.STALE, lambda: {str(age): count for age, count in progress.state.history.stale.by_age.items()})
     observe(Metric.STALE_SECONDS, lambda: progress.state.history.stale.seconds)
     observe(Metric.STALE_TOKENS, lambda: progress.state.history.stale.tokens)
+    observe(Metric.MASKED_TOKENS, lambda: progress.state.history.stale.masked)

@@ -33,12 +33,15 @@ IDENTITY = (
     "max_turns",
 )
 """Settings that identify a run. The schedule is not among them: a longer one continues a run."""
+SCHEDULE = {"algorithm": {"stale_groups"}}
+"""Settings of the schedule among those."""
 
 
 def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
     """Digest of what must not change during a run: the `IDENTITY` settings and all training scenarios."""
     # Defaults are excluded, so that a setting added by a later version does not change the digest.
-    hashed = hashlib.sha256(settings.model_dump_json(include=set(IDENTITY), exclude_defaults=True).encode())
+    identity = settings.model_dump_json(include=set(IDENTITY), exclude=SCHEDULE, exclude_defaults=True)
+    hashed = hashlib.sha256(identity.encode())
     for scenario in scenarios:
         hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
     return hashed.hexdigest()

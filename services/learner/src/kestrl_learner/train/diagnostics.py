@@ -80,17 +80,26 @@ class TokenMeans:
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 
-def staleness_facts(ages: Sequence[int], groups: Sequence[Group], stale_seconds: float) -> dict[str, Any]:
-    """The groups of a step by their age in steps, and the share of episode time that went into stale groups.
+def staleness_facts(ages: Sequence[Mapping[int, int]], groups: Sequence[Group], stale_seconds: float) -> dict[str, Any]:
+    """The groups of a step by the age in steps of their oldest token, their tokens by age, and the share of episode
+    time that went into stale groups.
 
     Args:
-        ages: Of each trained group: steps between its policy and the newest.
+        ages: Of each trained group: number of its tokens by the steps between their version and the newest.
         groups: The trained groups.
         stale_seconds: Running time of groups that were released as too old since the last step.
     """
     spent = sum(_seconds(group) for group in groups)
-    histogram = {str(age): count for age, count in sorted(Counter(ages).items())}
-    return {"by_staleness": histogram, "stale_share": stale_seconds / max(stale_seconds + spent, 1e-9)}
+    tokens = sum((Counter(group_ages) for group_ages in ages), Counter[int]())
+    return {
+        "by_staleness": _histogram(Counter(max(group_ages) for group_ages in ages)),
+        "tokens_by_staleness": _histogram(tokens),
+        "stale_share": stale_seconds / max(stale_seconds + spent, 1e-9),
+    }
+
+
+def _histogram(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(age): count for age, count in sorted(counts.items())}
 
 
 def _seconds(group: Group) -> float:

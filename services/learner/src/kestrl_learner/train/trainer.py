@@ -120,7 +120,7 @@ class Trainer:
         if not self._settings.max_staleness:
             return
         self._published[policy] = {name: weight.clone() for name, weight in self.model.trained_state().items()}
-        while len(self._published) > self._settings.max_staleness + 1:
+        while len(self._published) > self._settings.token_staleness + 1:
             del self._published[next(iter(self._published))]
 
     def _set_rate(self, step: int) -> float:

@@ -129,8 +129,6 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     max_turns: int
     max_tokens_per_turn: int
     deadlines: RolloutDeadlines
-    stale_groups: Literal["wait", "release"] = "release"
-    """Handling of a running group that the next version would make too old."""
     algorithm: AlgorithmSettings
     storage: str
     """Object-store address of the run's folder: adapters/, checkpoints/, episodes/, summary.json lie beneath."""

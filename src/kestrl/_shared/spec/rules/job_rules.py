@@ -141,6 +141,15 @@ def turns_can_be_taken(spec: JobSpec) -> Iterator[Problem]:
         yield Problem(place, "turns needs a learner of one rank; lower learner.accelerator.count, or use split")
 
 
+def groups_continue_over_updates(spec: JobSpec) -> Iterator[Problem]:
+    if spec.schedule.stale_groups == "continue" and spec.algorithm.max_staleness == 0:
+        yield Problem(
+            "spec.schedule.staleGroups",
+            "`continue` has nothing to continue: with maxStaleness 0 no group runs while a step trains; raise "
+            "algorithm.maxStaleness, or use `release` or `wait`",
+        )
+
+
 def rank_fits_the_engine(spec: JobSpec) -> Iterator[Problem]:
     rank, limits = spec.model.adapter.rank, DIALECTS[spec.inference.engine].ranks
     if limits and rank > limits[-1]:
@@ -306,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     components_are_compared,
     slots_hold_every_version,
     turns_can_be_taken,
+    groups_continue_over_updates,
     rank_fits_the_engine,
     adapter_can_be_proved,
     tokens_fit_the_context,

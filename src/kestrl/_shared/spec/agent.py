@@ -84,17 +84,16 @@ class Agent(Model):
     """Environment variables of the processes of `run` and `command`. Of the worker's own they get PATH, HOME, USER,
     SHELL, TMPDIR, TZ and those of the locale, and no others."""
     stops: Annotated[dict[StopName, Literal["agent_limit", "model_behavior"]], Field(max_length=256)] = {}
-    """Ways to end that are no failure of the agent but a limit of its own, or a mistake of the model: the episode is
-    scored. Names of exceptions (`mine.NoPlan`), `exit:CODE`, `http:STATUS`; added to those of known frameworks."""
+    """Ways to end that are a limit of the agent's or a mistake of the model: the episode is scored. Names of exceptions
+    (`mine.NoPlan`), `exit:CODE`, `http:STATUS`; added to those of known frameworks."""
     stopped_reward: Annotated[float, Field(strict=False)] | None = None
     """Value of the rule `loop_reward` for a run that ended so, and thus returned no reward."""
     loops: dict[LoopName, LoopPath] = {}
     """Additional loops by name. A row's `agent_name` selects one of these or a built-in loop; without it `loop` is
     used. Where the job has `run`, `command` or `url`, rows may select these alone."""
     refuses: list[Literal["tool_choice", "response_format", "parallel_tool_calls"]] = []
-    """What a client asks at an episode's URL and training cannot force: calls with a `tool_choice` of `required` or a
-    name, with a `response_format`, or without `parallel_tool_calls` are answered with 400. Default: they are sampled as
-    they are, and counted."""
+    """Calls at an episode's URL that ask what training cannot force get 400: a `tool_choice` of `required` or a name, a
+    `response_format`, or no `parallel_tool_calls`. Default: they are sampled as they are, and counted."""
     config: JsonObject = {}
     """Keyword arguments of the loop's class (or of its function, after the conversation), the same for every
     episode; also those of `run`, and what `command` and `url` get as `config`."""

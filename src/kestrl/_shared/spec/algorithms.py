@@ -176,10 +176,9 @@ class Correction(Model):
     """
 
     mode: Literal["bypass", "decoupled"] | None = None
-    """`bypass`: the ratio of the loss is policy / mu, which holds the whole correction. `decoupled`: the ratio is
-    policy / old, and `weights` of old / mu are applied. Default: decoupled if maxStaleness is above 0, a step has
-    several updates or the clip or rejection range is narrower than the accepted log-prob gap (as GSPO's is), else
-    bypass."""
+    """`bypass`: the ratio of the loss is policy / mu, which holds the whole correction. `decoupled`: it is policy / old,
+    and `weights` of old / mu are applied. Default: decoupled if maxStaleness is above 0, a step has several updates or
+    the clip or rejection range is narrower than the accepted log-prob gap, as GSPO's is."""
     weights: CorrectionWeightsName = "token"
     """Decoupled: `token` is min(old / mu, cap), `sequence` the same with the episode's product, `icepop` is old / mu
     within [low, high] and 0 elsewhere."""
@@ -257,7 +256,5 @@ class Algorithm(Model):
     """Decay of AdamW's mean of squared gradients."""
     correction: Correction = Correction()
     logprob_gap_bound: Positive | None = None
-    """Maximum mean log-prob gap between learner and engine on policy, in nats per token. Default: 1e-3 for float32, 0.1
-    for bfloat16.
-
-    The bounds of the 99th percentile, the maximum and the effective sample size are derived from it."""
+    """Maximum mean log-prob gap between learner and engine on policy, in nats a token. Default: 1e-3 in float32, 0.1 in
+    bfloat16. The bounds of the 99th percentile, the maximum and the effective sample size are derived from it."""

@@ -94,9 +94,8 @@ class Inference(Model):
     engine: EngineName = "vllm"
     """Engine software."""
     python: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Interpreter that has the engine, such as ~/vllm/bin/python; relative to the manifest. On a cluster it is one of
-    the engine's image. Default: an installed engine that fits (`kestrl engine install`), else KestRL's own; in an
-    image `python`."""
+    """Interpreter that has the engine, such as ~/vllm/bin/python; relative to the manifest, on a cluster in the image.
+    Default: an installed engine that fits (`kestrl engine install`), else KestRL's own; in an image `python`."""
     version: Annotated[str, Field(pattern=VERSION, max_length=64)] | None = None
     """Version that the engine must have: "0.32" stands for each of its patch releases. Default: any."""
     replicas: Replicas = ReplicaRange(min=1, max=1)

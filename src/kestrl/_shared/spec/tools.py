@@ -135,9 +135,8 @@ class ToolSandbox(Model):
     """RuntimeClass of the pod of the tool service, such as gvisor. All tools of a job share that pod: those that name
     one name the same."""
     claim: SandboxClaim | None = None
-    """Runs the code of this tool in sandboxes claimed from a warm pool, in place of the pod of the tool service. For
-    the code interpreters of `kestrl_sandbox.tool`, and for classes whose `start_service` takes `warm_pool`. All tools
-    that run code claim from the same pool."""
+    """Runs the code of this tool, a code interpreter of `kestrl_sandbox.tool` or a class whose `start_service` takes
+    `warm_pool`, in sandboxes claimed from a warm pool, one for all tools, and not in the tool service's pod."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -176,8 +175,8 @@ class Tool(Model):
     exclude: Annotated[list[ToolName], Field(max_length=256)] = []
     """Tools of the server that are not offered, by the same names."""
     unsupported: Literal["refuse", "skip"] = "refuse"
-    """What becomes of tools of the server that cannot be offered, such as one with a schema that leads out of itself:
-    `refuse` ends the start with their names and the reasons, `skip` leaves them out, with a warning in the log."""
+    """Tools of the server that cannot be offered, such as one with a schema that leads out of itself: `refuse` ends
+    the start with names and reasons, `skip` leaves them out, with a warning in the log."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

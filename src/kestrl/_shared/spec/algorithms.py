@@ -176,9 +176,9 @@ class Correction(Model):
     """
 
     mode: Literal["bypass", "decoupled"] | None = None
-    """`bypass`: the ratio of the loss is policy / mu, which holds the whole correction. `decoupled`: it is policy / old,
-    and `weights` of old / mu are applied. Default: decoupled if maxStaleness is above 0, a step has several updates or
-    the clip or rejection range is narrower than the accepted log-prob gap, as GSPO's is."""
+    """`bypass`: the ratio of the loss is policy / mu, which holds the whole correction. `decoupled`: policy / old, and
+    `weights` of old / mu are applied. Default: decoupled if maxStaleness is above 0, a step has several updates or the
+    clip or rejection range is narrower than the accepted log-prob gap, as GSPO's is."""
     weights: CorrectionWeightsName = "token"
     """Decoupled: `token` is min(old / mu, cap), `sequence` the same with the episode's product, `icepop` is old / mu
     within [low, high] and 0 elsewhere."""

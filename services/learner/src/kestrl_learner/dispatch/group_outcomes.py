@@ -131,8 +131,8 @@ class GroupOutcomes:
         self._count(lease, decision, engines, episodes=len(group.episodes))
         if decision.action is GroupAction.TRAIN:
             steps = {version.name: version.step for version in proved}
-            whole = None if decision.group is group else group
-            self._accept(ReadyGroup(lease, decision.group, policy, steps, whole))
+            whole_group = None if decision.group is group else group
+            self._accept(ReadyGroup(lease, decision.group, policy, steps, whole_group))
             return
         self._store(lease, OUTCOMES[decision.action], decision.reason, group)
         if decision.action is GroupAction.RETRY:

@@ -51,12 +51,12 @@ class ReadyGroup:
         """The group with the tokens of versions before the step `first_step` as context; and the number of these
         tokens.
         """
-        older = sum(count for step, count in token_versions(self.group, self.steps).items() if step < first_step)
-        if not older:
+        older_tokens = sum(count for step, count in token_versions(self.group, self.steps).items() if step < first_step)
+        if not older_tokens:
             return self, 0
         names = {name for name, step in self.steps.items() if step < first_step}
-        whole = None if self.whole is None else without_tokens(self.whole, names)
-        return replace(self, group=without_tokens(self.group, names), whole=whole), older
+        whole_group = None if self.whole is None else without_tokens(self.whole, names)
+        return replace(self, group=without_tokens(self.group, names), whole=whole_group), older_tokens
 
 
 class GroupQueue:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ from aiohttp import web
 from kestrl.episode import BASE_MODEL_NAME
 
 __all__ = ["Completion", "FakeEngine", "Fault", "Prompt", "score"]
+
+ACCEPTING_TURNS = 5
+"""Turns of asyncio's loop after which an accepted connection has its handler: it takes three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,7 @@ class FakeEngine:
     """Page of metrics; without one it answers 404."""
     port: int = 0
     _runner: web.AppRunner | None = None
+    _listener: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -168,15 +173,21 @@ class FakeEngine:
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = int(self._runner.addresses[0][1])
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = int(self._listener.getsockname()[1])
+        await web.SockSite(self._runner, self._listener).start()
 
     async def stop(self) -> None:
         """Stops like a crash: open requests lose their connection, and loaded adapters are lost, as in vLLM."""
         if self._runner is not None:
+            assert self._listener is not None
+            # A connection that was accepted last gets its handler some turns of the loop later. One whose listener is
+            # closed before stays open and is never answered (https://github.com/python/cpython/issues/109564).
+            asyncio.get_running_loop().remove_reader(self._listener)
+            for _ in range(ACCEPTING_TURNS):
+                await asyncio.sleep(0)
             await self._runner.cleanup()
-            self._runner = None
+            self._runner = self._listener = None
         self.adapters.clear()
         self.asleep = False
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,9 @@ from kestrl._shared.credentials import CALLS
 
 COMMIT = "TEST_SHARE"
 """Environment variable with a commit that chooses one of the shares of the tests marked `share`; without it all run."""
+
+MOST_OPEN_FILES = 400
+"""Largest number of descriptors of a process that has run tests."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,6 +40,17 @@ def _chosen(item: pytest.Item, commit: int) -> bool:
         return True
     shares = marker.args[0] if marker.args else 2
     return zlib.crc32(item.nodeid.encode()) % shares == commit % shares
+
+
+@pytest.fixture(scope="session", autouse=True)
+def open_files() -> Iterator[None]:
+    """What tests leave open is bounded: a process of CI once had more descriptors than select() takes."""
+    yield
+    names: list[str] = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+            names.append(link.readlink().name)
+    assert len(names) <= MOST_OPEN_FILES, Counter(name.split(":")[0] for name in names).most_common(9)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from datetime import datetime
 
 from kestrl._shared import rpc
@@ -38,34 +38,35 @@ async def group_runner(settings: RolloutSettings) -> AsyncGenerator[GroupRunner]
     loops = load_job_loops(settings)
     # In a thread: reading a large tokenizer takes seconds, and signals must be handled meanwhile.
     chat_model = await asyncio.to_thread(load_chat_model, settings, loops, started=datetime.now().astimezone())
-    async with (
-        with_outside(loops, settings) as loops,
-        EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
-        rpc.channel(settings.tools_address) as to_tools,
-        rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
-        rpc.channel(settings.judge_address) as to_judge,
-        rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
-        Gateway(chat_model, settings.gateway_listen, refused=settings.refused_fields) as gateway,
-    ):
-        episodes = EpisodeRunner(
-            component=settings.component,
-            chat_model=chat_model,
-            loops=loops,
-            client=client,
-            toolbox=Toolbox(tools, chat_model.chat, seconds=settings.call_seconds),
-            tool_limits=ToolLimits(
-                max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
-            ),
-            gateway=gateway,
-            concurrency=settings.concurrency,
-            describes_tools=settings.describes_tools,
-        )
-        yield GroupRunner(
-            episodes=episodes,
-            judge=Judge(judge, component=settings.component),
-            concurrency=settings.concurrency,
-            drain_seconds=settings.drain_seconds,
-        )
+    with closing(chat_model):
+        async with (
+            with_outside(loops, settings) as loops,
+            EngineClient(Secret.ENGINE_KEY.here(), DIALECTS[settings.engine]) as client,
+            rpc.channel(settings.tools_address) as to_tools,
+            rpc.Bundle(to_tools, TOOL_SERVICE, peer="tools", token=Secret.ROLLOUT_TO_TOOLS.here()) as tools,
+            rpc.channel(settings.judge_address) as to_judge,
+            rpc.Bundle(to_judge, JUDGE_SERVICE, peer="judge", token=Secret.ROLLOUT_TO_JUDGE.here()) as judge,
+            Gateway(chat_model, settings.gateway_listen, refused=settings.refused_fields) as gateway,
+        ):
+            episodes = EpisodeRunner(
+                component=settings.component,
+                chat_model=chat_model,
+                loops=loops,
+                client=client,
+                toolbox=Toolbox(tools, chat_model.chat, seconds=settings.call_seconds),
+                tool_limits=ToolLimits(
+                    max_parallel_calls=settings.max_parallel_calls, max_tool_tokens=settings.max_tool_tokens
+                ),
+                gateway=gateway,
+                concurrency=settings.concurrency,
+                describes_tools=settings.describes_tools,
+            )
+            yield GroupRunner(
+                episodes=episodes,
+                judge=Judge(judge, component=settings.component),
+                concurrency=settings.concurrency,
+                drain_seconds=settings.drain_seconds,
+            )
 
 
 async def run_rollout(settings: RolloutSettings, *, until: Awaitable[object] | None = None) -> None:

@@ -26,6 +26,7 @@ from kestrl._shared.text.chat_template import (
     skeleton,
 )
 from kestrl._shared.text.marking import Shape, call_id, call_message, call_turns, marked
+from kestrl._shared.text.method_cache import method_cache
 from kestrl._shared.text.toolset import ToolSet
 from kestrl._shared.text.vocabulary import Part, Vocabulary
 
@@ -87,9 +88,13 @@ class Chat:
         self.vocabulary = vocabulary
         self.with_calls = with_calls
         self._ends = frozenset(ends)
-        self._prompt = lru_cache(maxsize=512)(self._render)
-        self._extension = lru_cache(maxsize=512)(self._extend)
+        self._prompt = method_cache(self._render, 512)
+        self._extension = method_cache(self._extend, 512)
         self._toolset = lru_cache(maxsize=64)(_toolset)
+
+    def close(self) -> None:
+        """Ends the process of the template."""
+        self._template.close()
 
     def toolset(self, tools: Sequence[Mapping[str, Any]]) -> ToolSet:
         """The tool set of plain definitions; the same object for equal ones."""

@@ -61,6 +61,10 @@ class ChatModel:
     def vocabulary(self) -> Vocabulary:
         return self.chat.vocabulary
 
+    def close(self) -> None:
+        """Ends the process that renders the template, which a further rendering starts again."""
+        self.chat.close()
+
     def read_turn(self, ids: Sequence[int], schemas: Schemas, *, cut: bool = False) -> Parsed:
         """Parses a turn from its sampled tokens alone, including the one that ended it."""
         end = len(ids)

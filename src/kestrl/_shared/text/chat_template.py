@@ -194,6 +194,12 @@ class ChatTemplate:
             raise TemplateRefused(f"the chat template refuses the conversation: {answer['refused']}")
         return skeleton(answer["text"])
 
+    def close(self) -> None:
+        """Ends the process, which a further rendering starts again."""
+        with self._lock:
+            self._process = None
+            self._end()
+
     def _running(self) -> subprocess.Popen[bytes]:
         """The process, restarted if a rendering ended it."""
         if self._process is not None:

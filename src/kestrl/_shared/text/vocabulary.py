@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from kestrl._shared.text.method_cache import method_cache
 from kestrl.errors import KestrlError, UserInputError
 
 Part = int | str
@@ -48,8 +48,8 @@ class Vocabulary:
         self._full = _tokenizer(data)
         self._plain = _tokenizer(_without_added(data, ordinary))
         self._check_content()
-        self._cached = lru_cache(maxsize=1024)(self._encode_plain)
-        self._split = lru_cache(maxsize=1024)(self._split_structure)
+        self._cached = method_cache(self._encode_plain, 1024)
+        self._split = method_cache(self._split_structure, 1024)
 
     def _check_content(self) -> None:
         for text in self.added:

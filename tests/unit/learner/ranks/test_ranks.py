@@ -158,6 +158,8 @@ def short(group: TrainGroup) -> TrainGroup:
             mask=row.mask[:1],
             behaviour=row.behaviour[:1],
             advantages=row.advantages[:1],
+            on_policy=row.on_policy[:1],
+            policies=row.policies[:1],
             engines=row.engines[:1],
         )
         for row in group.rows

@@ -160,5 +160,5 @@ def test_the_words_of_states_are_those_that_are_stored() -> None:
     words = [str(state) for states in (RunPhase, ServingState) for state in states]
     assert words == [
         *("starting", "evaluating", "training", "draining", "succeeded", "failed", "suspended"),
-        *("starting", "serving", "loading", "recovering", "quarantined", "away", "draining"),
+        *("starting", "serving", "loading", "recovering", "quarantined", "away", "draining", "asleep"),
     ]

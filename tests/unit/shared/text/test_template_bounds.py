@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from kestrl._shared.text import renderer
+from kestrl._shared.text.chat import Message
+from kestrl._shared.text.chat_model import ChatModel
 from kestrl._shared.text.chat_template import ChatTemplate
 from kestrl.errors import UserInputError
 
@@ -74,6 +77,29 @@ def test_the_renderer_is_gone_with_its_template() -> None:
     gc.collect()
     assert child not in children()
     assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_closed_template_has_no_renderer_until_it_is_used_again() -> None:
+    before = children()
+    template = ChatTemplate("ok", {}, started=NOW)
+    template.close()
+    template.close()
+    assert children() == before
+    assert template.render([], [], generate=True).text == "ok"
+
+
+def test_a_model_is_gone_with_its_last_user(load: Callable[..., ChatModel]) -> None:
+    """By itself, not by a garbage collection, which may come long after."""
+    before = children()
+    model = load()
+    model.chat.prompt([Message(role="user", text="x")], model.chat.toolset([]))
+    (child,) = children() - before
+    gc.disable()
+    try:
+        del model
+        assert child not in children()
+    finally:
+        gc.enable()
 
 
 def test_the_renderer_has_no_credential_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

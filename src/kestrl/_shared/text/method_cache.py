@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakMethod
 
 Result = TypeVar("Result")
@@ -18,7 +18,7 @@ def method_cache(method: Callable[..., Result], maxsize: int) -> Callable[..., R
         method: A bound method, whose arguments can be hashed.
         maxsize: Largest number of results.
     """
-    reference: WeakMethod[Any] = WeakMethod(method)
+    reference: WeakMethod[Callable[..., Result]] = WeakMethod(method)
 
     def called(*arguments: object) -> Result:
         bound = reference()

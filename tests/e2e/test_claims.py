@@ -53,15 +53,15 @@ def established(definition: Object) -> bool:
 @pytest.fixture(scope="module")
 def controller(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster with agent-sandbox's definitions and its controller, built from the Go module proxy."""
-    found = json.loads(run(go(), "mod", "download", "-json", f"{MODULE}@{VERSION}", seconds=300))
-    for path in sorted(Path(found["Dir"]).glob("helm/crds/*.yaml")):
+    module = json.loads(run(go(), "mod", "download", "-json", f"{MODULE}@{VERSION}", seconds=300))
+    for path in sorted(Path(module["Dir"]).glob("helm/crds/*.yaml")):
         control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
         name = yaml.safe_load(path.read_text())["metadata"]["name"]
         control_plane.wait_for("customresourcedefinition", name, established)
     program = cache_folder() / f"agent-sandbox-controller-{VERSION}"
     build = ("build", "-mod=readonly", "-trimpath", "-ldflags=-s -w", "-o", str(program))
     environment = {**os.environ, "CGO_ENABLED": "0"}
-    run(go(), "-C", found["Dir"], *build, "./cmd/agent-sandbox-controller", env=environment, seconds=600)
+    run(go(), "-C", module["Dir"], *build, "./cmd/agent-sandbox-controller", env=environment, seconds=600)
     log = tmp_path_factory.mktemp("agent-sandbox") / "log"
     flags = [
         f"--kubeconfig={control_plane.kubeconfig}",

@@ -90,8 +90,8 @@ def test_a_job_runs_in_images_of_the_wheels_of_a_release(installation: Installat
             run = {item["name"]: item["image"] for item in pod["spec"]["containers"]}
             assert run[role] == cluster.image_of(name) != cluster.image
             place = {"namespace": namespace, "container": role}
-            seen = cluster.exec(pod["metadata"]["name"], "python", "-c", LOOK, **place)
-            assert seen.split() == ["10001", "/opt/kestrl/lib/python3.11/site-packages/kestrl/__init__.py"]
+            printed = cluster.exec(pod["metadata"]["name"], "python", "-c", LOOK, **place)
+            assert printed.split() == ["10001", "/opt/kestrl/lib/python3.11/site-packages/kestrl/__init__.py"]
             for distribution in ("kestrl", DISTRIBUTIONS[name]):
                 digests = recorded(cluster.release, distribution)
                 assert len(digests) > 4

@@ -271,14 +271,14 @@ def test_an_image_is_not_built_on_a_base_without_a_digest(tmp_path: Path) -> Non
 
 def test_a_build_sees_the_wheels_the_locks_and_what_runs_in_an_engine(tmp_path: Path) -> None:
     assert built(tmp_path, "operator").returncode == 0
-    seen = (tmp_path / "built.context").read_text().splitlines()
-    engine = [path for path in seen if path.startswith("./services/inference/src/kestrl_inference/")]
-    locks = [path for path in seen if path.startswith("./src/kestrl/_app/engines/locks/")]
-    assert {*seen} - {*engine, *locks} == {"./pyproject.toml", "./uv.lock", f"./wheels/{WHEEL}"}
-    assert not [path for path in seen if "__pycache__" in path]
+    paths = (tmp_path / "built.context").read_text().splitlines()
+    engine = [path for path in paths if path.startswith("./services/inference/src/kestrl_inference/")]
+    locks = [path for path in paths if path.startswith("./src/kestrl/_app/engines/locks/")]
+    assert {*paths} - {*engine, *locks} == {"./pyproject.toml", "./uv.lock", f"./wheels/{WHEEL}"}
+    assert not [path for path in paths if "__pycache__" in path]
     for text in FILES.values():
         for line in re.findall(r"^COPY (?!--from|wheels )(.*) \S+$", text, re.MULTILINE):
-            assert all(any(path.startswith(f"./{source}") for path in seen) for source in line.split())
+            assert all(any(path.startswith(f"./{source}") for path in paths) for source in line.split())
 
 
 def test_no_image_is_built_of_a_wheel_that_is_not_the_release_s(tmp_path: Path) -> None:

@@ -232,17 +232,17 @@ async def test_an_agent_that_was_restarted_leaves_a_sleeping_engine_asleep(
     turns: Any, make_stage: Any, engine: Any
 ) -> None:
     await turns.sleep()
-    again = await make_stage(turns=True)
-    await again.look()
-    assert await again.state() == "ASLEEP"
+    second_agent = await make_stage(turns=True)
+    await second_agent.look()
+    assert await second_agent.state() == "ASLEEP"
     assert engine.asleep
-    await again.wake()
-    await again.look()
-    assert await again.state() == "READY"
+    await second_agent.wake()
+    await second_agent.look()
+    assert await second_agent.state() == "READY"
     assert engine.adapters == {}, "adapters of the earlier agent are unloaded"
-    await again.load(again.publish(2))
+    await second_agent.load(second_agent.publish(2))
     assert engine.base_model in engine.scored[-2:], "it had no version whose manifest has the base model's log-probs"
-    await again.load(again.publish(3))
+    await second_agent.load(second_agent.publish(3))
     assert engine.base_model not in engine.scored[-1:], "once is enough"
     assert engine.disturbed == []
 

@@ -131,11 +131,11 @@ async def test_a_failed_gate_is_the_failure_of_its_episode(group: Callable[..., 
 
 
 async def test_details_are_kept_by_component(group: Callable[..., Group]) -> None:
-    found = await judge(
+    scores = await judge(
         [Ranker("a"), Ranker("b")], EncodedGroup(group_to_proto(group("x", "y")).SerializeToString()), max_turns=5
     )
-    assert found.details == {"a": "d", "b": "d"}
-    assert found.episodes[1].details == {"a": {"rank": 1}, "b": {"rank": 1}}
+    assert scores.details == {"a": "d", "b": "d"}
+    assert scores.episodes[1].details == {"a": {"rank": 1}, "b": {"rank": 1}}
 
 
 async def test_failed_episodes_are_not_shown_to_anyone(group: Callable[..., Group]) -> None:

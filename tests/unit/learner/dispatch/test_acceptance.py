@@ -148,10 +148,10 @@ NEWER = PolicyVersion(job="job", step=4, sha256="cd" * 32)
 
 def of_two_versions(index: int, *, engine: str = "engine-1", policy: str = NEWER.name) -> Episode:
     """An episode whose second token is of another version than its first."""
-    made = episode(index)
-    (turn,) = made.turns
+    episode_of_one = episode(index)
+    (turn,) = episode_of_one.turns
     turns = [replace(turn, end=2), replace(turn, index=1, start=2, engine=engine, policy=policy)]
-    return replace(made, turns=turns, rows=[replace(made.rows[0], policies=[POLICY.name, policy])])
+    return replace(episode_of_one, turns=turns, rows=[replace(episode_of_one.rows[0], policies=[POLICY.name, policy])])
 
 
 def test_an_episode_of_several_versions_is_trained_on_if_each_was_proved_by_its_engine() -> None:

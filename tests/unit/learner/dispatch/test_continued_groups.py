@@ -81,8 +81,8 @@ async def test_a_group_that_an_update_makes_too_old_goes_on_with_the_newer_versi
         assert (record["staleness"], record["tokens_by_staleness"][str(age)]) == (age, 3 * ANSWER)
         assert record["tokens_by_staleness"][str(age - 3)] >= 3 * (ANSWER + 1)
         assert sum(record["tokens_by_staleness"].values()) == record["sampled_tokens"]
-        own = record["gap"]["own"]
-        assert own["max"] < 1e-3, "each token is compared with its own version"
+        own_gap = record["gap"]["own"]
+        assert own_gap["max"] < 1e-3, "each token is compared with its own version"
         names = [f"{turn.engine} on {turn.policy}" for each in group.episodes for turn in each.turns]
         assert set(names) <= set(record["gap"]["engines"])
         assert stage.summary["stale"] == {"groups": 0, "by_age": {}, "seconds": 0.0, "tokens": 0, "masked": 0}

@@ -500,7 +500,7 @@ def test_the_first_and_last_rows_cover_each_engine_of_an_older_policy(
         for number, rows in enumerate(batch)
     ]
     chosen = stale_rows(groups)
-    asked = {origin for rows in batch for tokens in rows for origin in tokens if origin[0] in {"old", "older"}}
+    older_origins = {origin for rows in batch for tokens in rows for origin in tokens if origin[0] in {"old", "older"}}
     kept = {
         (policy, engine)
         for policy, some in chosen.items()
@@ -509,11 +509,11 @@ def test_the_first_and_last_rows_cover_each_engine_of_an_older_policy(
         for name, engine in zip(row.policies, row.engines, strict=True)
         if name == policy
     }
-    assert kept == asked
+    assert kept == older_origins
     for policy, some in chosen.items():
         rows = [row for group in some for row in group.rows]
         of_policy = [row for group in groups for row in group.rows if policy in row.policies]
-        assert len(rows) <= 2 * len({engine for name, engine in asked if name == policy})
+        assert len(rows) <= 2 * len({engine for name, engine in older_origins if name == policy})
         assert rows[0] is of_policy[0]
         assert rows[-1] is of_policy[-1]
         assert len({group.id for group in some}) == len(some), "the rows of a group share one pass"

@@ -154,9 +154,11 @@ CACHES = {"vllm": {"kv-cache-memory-bytes": 64 * 1024 * 1024}, "sglang": {"max-t
 
 def planned_engine(model: Path, work: Path, port: int, python: Path | None = None, engine: str = "vllm") -> Component:
     """The engine that the plan gives a job with this model: slots for three versions of rank 8. Without an
-    interpreter it is that of the installed engine.
+    interpreter it is that of the installed engine. Each port has an engine folder of its own: an engine that is just
+    starting imports from its folder, and must not find it half written by the next one.
     """
-    write_engine_folder(work / ENGINE_FOLDER)
+    folder = work / f"{ENGINE_FOLDER}-{port}"
+    write_engine_folder(folder)
     manifest = {
         "apiVersion": "kestrl.dev/v1alpha1",
         "kind": "AgentRLJob",
@@ -184,7 +186,7 @@ def planned_engine(model: Path, work: Path, port: int, python: Path | None = Non
         database="unused",
         work_dir=str(work),
         engine_python=engine_python(Inference(), work) if python is None else str(python),
-        engine_path=str(work / ENGINE_FOLDER),
+        engine_path=str(folder),
     )
     return engine_component(parse_job(manifest), site, 0)
 

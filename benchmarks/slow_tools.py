@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import Row, main
 
@@ -26,13 +26,25 @@ AGAINST = "staleness 0"
 GROUP_SIZE = read_job(JOB).spec.algorithm.group_size
 
 
-def train(runs: Path, staleness: int, stale_groups: str) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds from the first group to the last step, and the metrics of each step."""
+class Run(NamedTuple):
+    """What a run left behind."""
+
+    seconds: float
+    """From the first group to the last step."""
+    steps: list[dict[str, Any]]
+    """The metrics of each step."""
+    history: dict[str, Any]
+    """The history of its state."""
+
+
+def train(runs: Path, staleness: int, stale_groups: str, *settings: str) -> Run:
+    """One run of the job, with further `--set` of a manifest's fields."""
     name = f"stale-{staleness}-{stale_groups}"
     settings = (
         f"metadata.name={name}",
         f"algorithm.maxStaleness={staleness}",
         f"schedule.staleGroups={stale_groups}",
+        *settings,
     )
     flags = [flag for item in settings for flag in ("--set", item)]
     done = subprocess.run(
@@ -41,15 +53,17 @@ def train(runs: Path, staleness: int, stale_groups: str) -> tuple[float, list[di
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(path.read_text()) for path in sorted((runs / f"{name}-1" / "metrics").glob("*.json"))]
-    return sum(sum(step["seconds"].values()) for step in steps), steps
+    folder = runs / f"{name}-1"
+    steps = [json.loads(path.read_text()) for path in sorted((folder / "metrics").glob("*.json"))]
+    history = json.loads((folder / "summary.json").read_text())["state"]["history"]
+    return Run(sum(sum(step["seconds"].values()) for step in steps), steps, history)
 
 
 def measure() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        sync, _ = train(Path(folder), 0, "wait")
+        sync = train(Path(folder), 0, "wait").seconds
         for kind in ("wait", "release", "continue"):
-            overlapped, steps = train(Path(folder), STALENESS, kind)
+            overlapped, steps, _ = train(Path(folder), STALENESS, kind)
             name = f"slow_tools/{kind}"
             yield Row(name=f"{name}/seconds", value=overlapped, unit="s", reference=sync, against=AGAINST)
             yield Row(name=f"{name}/speed_up", value=sync / overlapped, unit="x", reference=2.0, against="goal")

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
+from tests.fakes.ports import free_port
 
 from kestrl.episode import BASE_MODEL_NAME
 
@@ -94,7 +95,7 @@ def _error(status: int, message: str) -> web.Response:
 
 @dataclass(kw_only=True)
 class FakeEngine:
-    """The server. `async with` starts it on an ephemeral port of 127.0.0.1."""
+    """The server. `async with` starts it on a free port of 127.0.0.1."""
 
     script: Script | None = None
     base_model: str = BASE_MODEL_NAME
@@ -173,8 +174,8 @@ class FakeEngine:
         # As in vLLM, a request whose client has disconnected is aborted. (0 would mean no timeout.)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
+        self.port = self.port or free_port()  # nobody takes it between a stop and a start
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = int(self._listener.getsockname()[1])
         await web.SockSite(self._runner, self._listener).start()
 
     async def stop(self) -> None:

@@ -15,10 +15,11 @@ from tests.fakes.kubernetes.fields import selector
 from tests.fakes.kubernetes.requests import Fault, Request
 from tests.fakes.kubernetes.resources import WRITING, Change, Found, Object, Refused
 from tests.fakes.kubernetes.server import ApiServer
+from tests.fakes.ports import free_port
 
 
 class FakeKubernetes(ApiServer):
-    """A fake Kubernetes API server. `async with` starts it on an ephemeral port of 127.0.0.1."""
+    """A fake Kubernetes API server. `async with` starts it on a free port of 127.0.0.1."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -35,8 +36,8 @@ class FakeKubernetes(ApiServer):
         app.router.add_route("*", "/{tail:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
+        self.port = self.port or free_port()  # nobody takes it between a stop and a start
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
-        self.port = int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         """Closes all connections. The objects are kept."""

@@ -170,8 +170,8 @@ async def test_the_episodes_deadline_counts_all_turns(stage: Any, call_text: Cal
 async def test_the_groups_deadline_ends_those_that_never_got_a_slot(make_stage: Any) -> None:
     stage = await make_stage(concurrency=1)
     hold(stage)
-    group = await stage.run(size=3, deadlines={"tool": 0.05, "turn": 0.6, "episode": 0.9, "group": 1.0})
-    # The second began after 0.6 s and had its time in full.
+    group = await stage.run(size=3, deadlines={"tool": 0.05, "turn": 2.0, "episode": 3.4, "group": 3.5})
+    # The second began after 2 s and had its time in full; 1.5 s are left in which it may begin late.
     codes = sorted(episode.failure.code for episode in group.episodes if episode.failure)
     assert codes == ["group_deadline", "turn_deadline", "turn_deadline"]
 

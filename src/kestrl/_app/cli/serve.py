@@ -8,7 +8,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +18,15 @@ from rich.console import Console
 from kestrl._app.cli.adapters import choose_adapter, trained_run
 from kestrl._app.cli.options import DEFAULT_RUNS, EnginePython, Overrides, RunId, Runs, with_engine
 from kestrl._app.cli.sft import SETTINGS
-from kestrl._app.engines.running import LOOPBACK, EngineStartError, free_port
+from kestrl._app.engines.running import EngineStartError
 from kestrl._app.local.rundir import find_run
+from kestrl._app.ports import LOOPBACK, reserved_port
 from kestrl._app.serving.endpoint import ServedAdapter, endpoint
 from kestrl._app.serving.jobs import ServingJob, job_of_run, job_of_sft
 from kestrl._shared.plan.settings.common import read_settings
 from kestrl._shared.plan.sft import SFTSettings
 from kestrl.episode import BASE_MODEL_NAME
+from kestrl.errors import UserInputError
 from kestrl.storage import ObjectStore, fetch_adapter
 from kestrl.storage.models import fetch_model, model_folders
 
@@ -53,14 +55,15 @@ def serve(
 
     Every digest of the adapter is verified. A run of `kestrl sft` is named by its folder, NAME-sft.
     """
-    bound, key = free_port(host, port), os.environ.get(key_from) or secrets.token_urlsafe(24)
+    key = os.environ.get(key_from) or secrets.token_urlsafe(24)
     overrides = with_engine(set_, engine_python)
-    trained = trained_run(runs, run_id)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the engine ends, and its files are removed
-    log = runs / trained.id / "logs" / f"serve-{bound}.log"  # kept: it says why an engine did not start
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kestrl-serve-") as scratch:
-        work = Path(scratch)
+    with ExitStack() as stack:
+        bound = _reserved(stack, host, port)
+        trained = trained_run(runs, run_id)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the engine ends, its files are removed
+        log = runs / trained.id / "logs" / f"serve-{bound}.log"  # kept: it says why an engine did not start
+        log.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kestrl-serve-")))
         serving, adapter = _served(runs, trained.id, trained.store, step, overrides, work)
         errors.print(f"starting {serving.job.spec.inference.engine}; its log is {log}", **PLAIN)
         served = endpoint(serving, adapter, host=host, port=bound, key=key, work=work, log=log)
@@ -69,6 +72,18 @@ def serve(
             _print_use(f"{engine.url}/v1", names, None if os.environ.get(key_from) else key, key_from)
             status = engine.wait()
             raise EngineStartError(f"the engine ended with status {status}: {_last_line(log)}")
+
+
+def _reserved(reservations: ExitStack, host: str, port: int) -> int:
+    """The wanted port of a host, or a free one if it is 0, reserved until the reservations end.
+
+    Raises:
+        UserInputError: It is taken, or the host is not this machine's.
+    """
+    try:
+        return reservations.enter_context(reserved_port(host, port, reuse=port != 0))
+    except OSError as error:
+        raise UserInputError(f"--host, --port: {host}:{port} cannot be listened at: {error.strerror}") from error
 
 
 def _served(

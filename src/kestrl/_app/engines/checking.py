@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kestrl._app.engines.interpreter import ENGINE_FOLDER, write_engine_folder
 from kestrl._app.engines.random_adapter import RANK, write_random_adapter
-from kestrl._app.engines.running import LOOPBACK, EngineKeys, free_port, running_engine
+from kestrl._app.engines.running import EngineKeys, running_engine
 from kestrl._app.engines.store import VERIFIED, Installed
 from kestrl._app.interpreters.places import in_use
+from kestrl._app.ports import LOOPBACK, reserved_port
 from kestrl._shared.plan.components import Component, Role
 from kestrl._shared.plan.engines import engine_component
 from kestrl._shared.plan.site import ReplicaEndpoint, Site
@@ -95,9 +96,10 @@ def started_engine(engine: Installed, model: str, work: Path, *, slots: int = SL
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserInputError(f"--model: {config} does not describe a model of Qwen's or Llama's layout") from error
     keys = EngineKeys(data=secrets.token_urlsafe(16), control=secrets.token_urlsafe(16))
-    component = _component(engine, model, work, free_port(), slots)
-    with in_use(engine.python), running_engine(component, keys, work, work / LOG) as served:
-        yield StartedEngine(url=served.url, key=keys.control, adapter=str(work / "adapter"))
+    with reserved_port() as port, in_use(engine.python):
+        component = _component(engine, model, work, port, slots)
+        with running_engine(component, keys, work, work / LOG) as served:
+            yield StartedEngine(url=served.url, key=keys.control, adapter=str(work / "adapter"))
 
 
 def _component(engine: Installed, model: str, work: Path, port: int, slots: int) -> Component:

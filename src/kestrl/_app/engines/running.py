@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kestrl._app.engines.variables import engine_environment
+from kestrl._app.ports import LOOPBACK
 from kestrl._shared import engine_failure
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component
 from kestrl._shared.processes.guarded import GuardedProcess
-from kestrl.errors import KestrlError, UserInputError
+from kestrl.errors import KestrlError
 
-LOOPBACK, EVERY_INTERFACE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - a name of what a person asks for
+EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - a name of what a person asks for
 START_SECONDS = 600.0
 """Time limit of the engine's start."""
 POLL_SECONDS = 0.2
@@ -114,18 +114,3 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def free_port(host: str = LOOPBACK, port: int = 0) -> int:
-    """A free port of a host, or the wanted one.
-
-    Raises:
-        UserInputError: The wanted one is taken, or the host is not this machine's.
-    """
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise UserInputError(f"--host, --port: {host}:{port} cannot be listened at: {error.strerror}") from error

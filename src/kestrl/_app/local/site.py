@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from kestrl._app.interpreters.agents import agent_python
 from kestrl._app.local.devices import LocalDevice, devices_for
 from kestrl._app.local.memory import machine_devices
 from kestrl._app.local.rundir import ENGINES, RunDir
+from kestrl._app.ports import LOOPBACK, reserved_port
 from kestrl._shared.plan.components import Role
 from kestrl._shared.plan.devices import device_needs
 from kestrl._shared.plan.environments import environment_requirements
@@ -25,16 +25,15 @@ from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.site import ReplicaEndpoint, Site
 from kestrl._shared.plan.tools import NO_FILES, runtime_class, sandbox_claim
 from kestrl._shared.spec import AgentRLJob
-from kestrl._shared.spec.environments import Environment
 from kestrl.data.locate import locate_data, locate_model
 from kestrl.errors import UserInputError
 from kestrl.storage.uris import file_uri, is_local
 from kestrl.storage.uris import local_path as path_of
 
 if TYPE_CHECKING:
+    from kestrl._shared.spec.environments import Environment
     from kestrl.storage import ObjectStore
 
-LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535
 NAMELESS = ReplicaEndpoint(bind="", host="", port=0)
 """Endpoint of a component that is only planned."""
@@ -69,10 +68,7 @@ def replicas(job: AgentRLJob) -> Iterator[tuple[Role, int]]:
 def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Listener, int]]:
     """A port of the loopback for every listener: free ports chosen by the kernel, or consecutive ones from `base_port`.
 
-    They are reserved while the context is open. A component listens minutes after its port was chosen, or again after
-    its process has ended; until then any connection of this machine could have got the same port for its own end.
-    Sockets that are bound and do not listen prevent that. SO_REUSEADDR, which every server sets, lets the components
-    listen beside them; it is set after the bind, which fails beside any other socket of the port.
+    They are reserved while the context is open.
 
     Raises:
         UserInputError: A port is taken, or there are not enough ports above `base_port`.
@@ -80,7 +76,6 @@ def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Lis
     ports: dict[Listener, int] = {}
     with ExitStack() as reservations:
         for offset, replica in enumerate(listeners(job)):
-            reservation = reservations.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             port = 0 if base_port is None else base_port + offset
             if port > HIGHEST_PORT:
                 raise UserInputError(
@@ -88,13 +83,11 @@ def reserved_ports(job: AgentRLJob, base_port: int | None) -> Generator[dict[Lis
                     f"{HIGHEST_PORT}"
                 )
             try:
-                reservation.bind((LOOPBACK, port))
+                ports[replica] = reservations.enter_context(reserved_port(LOOPBACK, port))
             except OSError as error:
                 raise UserInputError(
                     f"--base-port {base_port}: port {port} for {'-'.join(map(str, replica))} is taken: {error.strerror}"
                 ) from error
-            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            ports[replica] = reservation.getsockname()[1]
         yield ports
 
 
@@ -107,13 +100,10 @@ def reserve_engine(ports: dict[Listener, int], index: int, reservations: ExitSta
     for listener in ((Role.ENGINE, index), (Role.INFERENCE, index), (Role.INFERENCE, index, METRICS)):
         if listener in ports:
             continue
-        reservation = reservations.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         try:
-            reservation.bind((LOOPBACK, 0))
+            ports[listener] = reservations.enter_context(reserved_port())
         except OSError as error:
             raise UserInputError(f"no port of {LOOPBACK} is free for engine-{index}: {error.strerror}") from error
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        ports[listener] = reservation.getsockname()[1]
 
 
 def local_path(uri: str | None, base: Path, field: str) -> str | None:

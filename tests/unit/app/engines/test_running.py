@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrl._app.engines.running import EngineKeys, EngineStartError, free_port, running_engine
+from kestrl._app.engines.running import EngineKeys, EngineStartError, running_engine
+from kestrl._app.ports import reserved_port
 from kestrl._shared import engine_failure
 from kestrl._shared.plan.components import Component, Device, Ready, Role
 
@@ -37,19 +38,18 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_engine_answers_in_the_context_and_has_ended_behind_it(tmp_path: Path) -> None:
-    port = free_port()
-    server = component(tmp_path, "http.server", str(port), "--bind", "127.0.0.1", port=port)
-    with running_engine(server, KEYS, tmp_path, tmp_path / "log") as engine:
-        with urllib.request.urlopen(engine.url) as answer:
-            assert answer.status == 200
-        assert is_running(engine.process.pid)
+    with reserved_port() as port:
+        server = component(tmp_path, "http.server", str(port), "--bind", "127.0.0.1", port=port)
+        with running_engine(server, KEYS, tmp_path, tmp_path / "log") as engine:
+            with urllib.request.urlopen(engine.url) as answer:
+                assert answer.status == 200
+            assert is_running(engine.process.pid)
     assert engine.process.returncode == 128 + 9
     assert "GET / HTTP" in (tmp_path / "log").read_text()
 
 
 def test_an_engine_that_ends_at_its_start_is_named_with_its_log(tmp_path: Path) -> None:
-    port = free_port()
-    broken = component(tmp_path, "no_such_module", port=port)
+    broken = component(tmp_path, "no_such_module", port=9)
     with (
         pytest.raises(EngineStartError, match=r"it ended with status 1; its log is .*log"),
         running_engine(broken, KEYS, tmp_path, tmp_path / "log"),

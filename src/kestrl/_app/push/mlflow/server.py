@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from kestrl._app.interpreters.requirements import environment_python, say
+from kestrl._app.ports import LOOPBACK, reserved_port
 from kestrl._app.push.guarded import guarded
 from kestrl._app.push.target import TargetUnavailable
 from kestrl.errors import UserInputError
@@ -21,7 +21,6 @@ from kestrl.errors import UserInputError
 REQUIREMENT = "mlflow==3.17.2"
 START_SECONDS = 120.0
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-LOOPBACK = "127.0.0.1"
 LAST_LINES = 4
 
 
@@ -37,8 +36,8 @@ def serving_mlflow(database: str) -> Generator[str]:
         TargetUnavailable: The server does not start.
     """
     python = environment_python([REQUIREMENT], python=None, field="--to mlflow", say=say)
-    with tempfile.TemporaryDirectory(prefix="kestrl-mlflow-") as folder:
-        log, port = Path(folder) / "log", _free_port()
+    with tempfile.TemporaryDirectory(prefix="kestrl-mlflow-") as folder, reserved_port() as port:
+        log = Path(folder) / "log"
         where = ["--host", LOOPBACK, "--port", str(port), "--workers", "1"]
         stores = ["--backend-store-uri", database, "--artifacts-destination", f"{folder}/artifacts"]
         command = [str(python), "-m", "mlflow", "server", *where, *stores]
@@ -49,13 +48,6 @@ def serving_mlflow(database: str) -> Generator[str]:
             uri = f"http://{LOOPBACK}:{port}"
             _await_start(uri, process, log)
             yield uri
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _await_start(uri: str, process: subprocess.Popen[bytes], log: Path) -> None:

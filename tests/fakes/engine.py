@@ -122,6 +122,8 @@ class FakeEngine:
     """Whether it has given its memory up; a request that needs it then fails as a dead engine core does."""
     sleeps: list[str] = field(default_factory=list[str])
     """Sleeps and wakes, in order."""
+    aborted_tokens: int | None = 3
+    """Tokens that an aborted request has; None for a server without the route."""
     can_sleep: bool = True
     wakes: bool = True
     """Whether it wakes when it answers that it does."""
@@ -133,6 +135,10 @@ class FakeEngine:
     metrics: str | None = None
     """Page of metrics; without one it answers 404."""
     port: int = 0
+    _answering: dict[str, asyncio.Future[Completion | Fault]] = field(
+        default_factory=dict[str, "asyncio.Future[Completion | Fault]"]
+    )
+    """Answers that are under way, by the id that the server gives a request."""
     _runner: web.AppRunner | None = None
     _listener: socket.socket | None = None
 
@@ -158,6 +164,8 @@ class FakeEngine:
         """Listens; on the former port after a `stop`."""
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/inference/v1/generate", self._generate)
+        if self.aborted_tokens is not None:
+            app.router.add_post("/inference/v1/abort_requests", self._abort)
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_get("/v1/models", self._models)
@@ -249,14 +257,36 @@ class FakeEngine:
             return _error(404, f"The model `{model}` does not exist.")
         if len(prompt.token_ids) >= self.context_length:
             return _error(400, f"prompt of {len(prompt.token_ids)} tokens exceeds {self.context_length}")
+        name = f"generate-tokens-{body.get('request_id', prompt.index)}"
+        self._answering[name] = answering = asyncio.ensure_future(self._answer(prompt))
+        try:
+            answer = await answering
+        except asyncio.CancelledError:
+            if self._answering.get(name) is answering:
+                raise  # the client has gone
+            tokens = list(self.sample(prompt).token_ids)[: self.aborted_tokens]
+            answer = Completion(token_ids=tokens, finish_reason="abort")
+        finally:
+            self._answering.pop(name, None)
+        if isinstance(answer, Fault):
+            return self._fail(request, answer)
+        return web.json_response(self._response(prompt, answer))
+
+    async def _answer(self, prompt: Prompt) -> Completion | Fault:
         answer = self.sample(prompt) if self.script is None else self.script(prompt)
         if isinstance(answer, Awaitable):
             answer = await answer
-        if isinstance(answer, Fault):
-            return self._fail(request, answer)
-        if answer.after is not None:
+        if isinstance(answer, Completion) and answer.after is not None:
             await answer.after.wait()
-        return web.json_response(self._response(prompt, answer))
+        return answer
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request, self.key):
+            return refusal
+        for name in (await request.json())["request_ids"]:
+            if name in self._answering:
+                self._answering.pop(name).cancel()
+        return web.Response()
 
     def _fail(self, request: web.Request, fault: Fault) -> web.Response:
         if fault.status is None:

@@ -232,6 +232,12 @@ class EngineDialect(Protocol):
         """
         ...
 
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request of `generate` by its id. The request is then answered with the tokens that it has, and with
+        `abort` as finish reason. None if the engine has no such request.
+        """
+        ...
+
     def score(self, policy: str, token_ids: Sequence[int]) -> Request:
         """Computes the log-probs of given tokens, without a prefix cache."""
         ...

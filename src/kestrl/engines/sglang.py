@@ -142,6 +142,11 @@ class Sglang:
             raise ValueError(f"finish_reason.type is none of {', '.join(FINISHED)}: {reason!r}")
         return Generated(stamped, token_ids, logprobs, reason)
 
+    def abort(self, request_id: str) -> Request | None:
+        """None: requests go without their ids."""
+        del request_id
+        return None
+
     def score(self, policy: str, token_ids: Sequence[int]) -> Request:
         """SGLang computes the log-probs of a prompt without its cache, and at temperature 1."""
         return _generation(policy, token_ids, {"temperature": 1.0, "max_new_tokens": 0}, logprob_start_len=0)

@@ -26,7 +26,9 @@ from kestrl.engines.answers import json_object, listed_adapters, metric_sums
 from kestrl.engines.options import Options, arguments_of
 from kestrl.engines.otlp import trace_environment, traces_endpoint
 
-GENERATE = "/inference/v1/generate"
+GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the id of a request."""
 LAUNCHER = "kestrl_inference.inside.launcher"
 """Module that starts the server in the engine's interpreter."""
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -132,7 +134,13 @@ class Vllm:
     )
     open_routes: frozenset[Route] = frozenset({("GET", "/health"), ("GET", "/metrics"), ("GET", "/ping")})
     data_routes: frozenset[Route] = frozenset(
-        {("POST", GENERATE), ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+        {
+            ("POST", GENERATE),
+            ("POST", ABORT),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+        }
     )
 
     def command(self, launch: Launch) -> Command:
@@ -198,6 +206,10 @@ class Vllm:
         if logprobs and min(logprobs) <= IMPOSSIBLE_LOGPROB:
             logprobs = [value if value > IMPOSSIBLE_LOGPROB else math.nan for value in logprobs]
         return Generated(completion.model, choice.token_ids, logprobs, choice.finish_reason)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Answered with 404 by versions that do not have the route."""
+        return Request("POST", ABORT, msgspec.json.encode({"request_ids": [f"{ID_PREFIX}{request_id}"]}))
 
     def score(self, policy: str, token_ids: Sequence[int]) -> Request:
         body = {"model": policy, "token_ids": list(token_ids), "sampling_params": SCORING}

@@ -27,6 +27,7 @@ MEMBERS = (
     "command",
     "generate",
     "read_generated",
+    "abort",
     "score",
     "read_scores",
     "load",
@@ -93,8 +94,9 @@ def check_dialect(dialect: EngineDialect) -> None:
 
 
 def _check_routes(dialect: EngineDialect) -> None:
+    abort = dialect.abort("a")
     needs_data = (dialect.generate(_turn("base", [1])), dialect.score("base", [1, 2]), dialect.adapters)
-    for request in needs_data:
+    for request in needs_data if abort is None else (*needs_data, abort):
         assert request[:2] in dialect.data_routes, f"data_routes do not have {request.method} {request.path}"
     for request in (dialect.health, dialect.metrics):
         assert request[:2] in dialect.open_routes, f"open_routes do not have {request.method} {request.path}"

@@ -21,11 +21,13 @@ from kestrl._app.local.processes import Launcher
 from kestrl._app.local.supervisor import ComponentFailed, Supervisor
 from kestrl._shared.credentials import Secret
 from kestrl._shared.plan.components import Component, Role
+from kestrl.engines import Generate
 from kestrl.engines.vllm import Vllm
 from kestrl.errors import EngineFailure, FailureError
 from kestrl.runstate.states import EngineState
 from kestrl.testing.engines import check_engine
 from kestrl_inference.engine import CONTROL_KEY
+from kestrl_rollout.engine.client import Cut, EngineAddress, EngineClient
 
 from .agents import BOUND, Agent, beside
 
@@ -110,6 +112,39 @@ def test_sampling_needs_a_key_and_takes_either(servers: Any) -> None:
     assert [generate(servers[0], "base", [60, 61], key)[0] for key in ("", DATA, CONTROL, "wrong")] == [
         401, 200, 200, 403,
     ]  # fmt: skip
+
+
+# --- a turn that is cut
+
+
+async def test_a_turn_that_is_cut_had_as_many_tokens_as_the_engine_counted(servers: Any) -> None:
+    dialect, cut = Vllm(), None
+
+    def sampled() -> int:
+        return dialect.read_metrics(servers[0].ask("GET", "/metrics")[1].decode()).work.sampled_tokens
+
+    async with EngineClient(DATA, dialect) as client:
+        for seed in range(20):  # one may end by itself before it is cut
+            before, retired = sampled(), asyncio.Event()
+            turn = Generate(
+                id=f"cut/{seed}/0",
+                policy="base",
+                prompt_ids=range(20, 60),
+                temperature=1.0,
+                max_tokens=900,
+                seed=seed,
+                stop_token_ids=(),
+            )
+            address = EngineAddress(name="engine-0", url=servers[0].url)
+            running = asyncio.create_task(client.generate_unless(retired, address, turn))
+            while await asyncio.to_thread(sampled) == before and not running.done():
+                pass
+            retired.set()
+            cut = await running
+            if isinstance(cut, Cut):
+                break
+    assert isinstance(cut, Cut)
+    assert cut.tokens == sampled() - before > 0
 
 
 # --- loading and proving

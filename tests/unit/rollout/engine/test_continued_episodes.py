@@ -21,6 +21,7 @@ from kestrl.episode.codec import policy_to_proto
 from kestrl.errors import FailureError
 
 CALL = '<tool_call>{"name": "search", "arguments": {"word": "kestrel"}}</tool_call>'
+CUTS = ("cut_turns", "cut_seconds", "cut_tokens", "uncounted_cuts")
 VERSIONS = [PolicyVersion(job="job", step=step, sha256=f"{step:02d}" * 32) for step in range(10)]
 
 
@@ -94,13 +95,21 @@ async def test_a_turn_is_of_the_version_that_is_the_newest_when_it_begins(make_s
     assert episode.failure is None
     assert steps_of(episode) == [0, 1, 1]
     assert episode.policy == VERSIONS[0]
-    assert (episode.metrics["cut_turns"], episode.metrics["cut_seconds"]) == (0, 0)
+    assert {name: episode.metrics[name] for name in CUTS} == dict.fromkeys(CUTS, 0)
     check_tokens(stage.engine, episode)
 
 
-async def test_a_turn_whose_version_became_too_old_is_cut_and_sampled_again(make_stage: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counts", [True, False], ids=["engine that aborts", "engine that does not"])
+async def test_a_turn_whose_version_became_too_old_is_cut_and_sampled_again(
+    make_stage: Any, tmp_path: Path, counts: bool
+) -> None:
     stage = await make_stage()
     load(stage.engine, tmp_path)
+    if not counts:
+        await stage.engine.stop()
+        stage.engine.aborted_tokens = None
+        await stage.engine.start()
+        load(stage.engine, tmp_path)
     begun = asyncio.Event()
 
     async def never_ends(prompt: Prompt) -> Completion:
@@ -123,6 +132,8 @@ async def test_a_turn_whose_version_became_too_old_is_cut_and_sampled_again(make
     assert steps_of(episode) == [0, 3]
     assert (episode.metrics["cut_turns"], episode.metrics["engine_retries"]) == (1, 0)
     assert episode.metrics["cut_seconds"] > 0
+    counted = {"cut_tokens": 3, "uncounted_cuts": 0} if counts else {"cut_tokens": 0, "uncounted_cuts": 1}
+    assert {name: episode.metrics[name] for name in counted} == counted
     assert len(stage.tools.calls) == calls == 1, "what its tools did stays"
     _, cut, again = stage.engine.prompts
     assert (cut.token_ids, cut.sampling["seed"]) == (again.token_ids, again.sampling["seed"])

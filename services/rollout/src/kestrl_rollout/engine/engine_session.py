@@ -16,7 +16,7 @@ from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl.agents import Completion, Limits
 from kestrl.engines import Generate
 from kestrl.errors import EngineFailure
-from kestrl_rollout.engine.client import ENGINE_DRAINING, EngineAddress, EngineClient
+from kestrl_rollout.engine.client import ENGINE_DRAINING, Cut, EngineAddress, EngineClient
 from kestrl_rollout.engine.engine_set import EngineSet, NewestEngines
 from kestrl_rollout.engine.sessions import SessionsByEngine
 
@@ -77,6 +77,10 @@ class EngineSession:
         """Attempts at turns that ended since their version had become too old."""
         self._cut_seconds = 0.0
         """Time spent on them."""
+        self._cut_tokens = 0
+        """Tokens that they had."""
+        self._uncounted_cuts = 0
+        """Those of them whose engine did not say how many tokens they had."""
 
     async def sample(self, call: ModelCall) -> Sampled:
         """Samples a turn; when its engine fails, once more on another, and as often as engines go away.
@@ -149,15 +153,17 @@ class EngineSession:
             Attr.INPUT_TOKENS: len(call.prompt_ids),
             Attr.TURN: call.number,
         }
-        with span(SpanName.MODEL_CALL, attributes) as current:
+        with span(SpanName.MODEL_CALL, attributes) as current, self._engines.turn() as retired:
             try:
-                completion = await self._engines.unless_retired(self._client.generate(engine, request))
+                if retired is None:
+                    completion = await self._client.generate(engine, request)
+                else:
+                    completion = await self._client.generate_unless(retired, engine, request)
             except EngineFailure:
                 self._sessions.failed(engine.name, now=time.monotonic())
                 raise
-            if completion is None:
-                self._cut_turns += 1
-                self._cut_seconds += time.monotonic() - started
+            if isinstance(completion, Cut):
+                self._count(completion, time.monotonic() - started)
                 current.set_attribute(Attr.FINISH_REASON, (CUT,))
                 return None
             self._sessions.answered(engine.name)
@@ -165,12 +171,26 @@ class EngineSession:
             current.set_attribute(Attr.FINISH_REASON, (completion.finish_reason,))
         return Sampled(completion=completion, engine=engine.name, seconds=time.monotonic() - started)
 
+    def _count(self, cut: Cut, seconds: float) -> None:
+        self._cut_turns += 1
+        self._cut_seconds += seconds
+        if cut.tokens is None:
+            self._uncounted_cuts += 1
+        else:
+            self._cut_tokens += cut.tokens
+
     def metrics(self) -> Mapping[str, float]:
         """Counts for the episode's record; those of cut turns only where the version may change."""
         retries = {"engine_retries": self._retries}
         if not isinstance(self._engines, NewestEngines):
             return retries
-        return {**retries, "cut_turns": self._cut_turns, "cut_seconds": self._cut_seconds}
+        return {
+            **retries,
+            "cut_turns": self._cut_turns,
+            "cut_seconds": self._cut_seconds,
+            "cut_tokens": self._cut_tokens,
+            "uncounted_cuts": self._uncounted_cuts,
+        }
 
     def finish(self) -> None:
         """Ends the sessions; a second call has no effect."""

@@ -6,11 +6,10 @@ Groups that continue over an update sample from the newest version: `NewestEngin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kestrl.agents import Completion
 from kestrl.episode import PolicyVersion
 from kestrl_rollout.engine.client import EngineAddress
 from kestrl_rollout.engine.sessions import SessionsByEngine
@@ -69,9 +68,12 @@ class EngineSet:
             await self._changed.wait()
         return self._engines
 
-    async def unless_retired(self, sampling: Awaitable[Completion]) -> Completion | None:
-        """The result of a turn: the version is served as long as a group samples from it."""
-        return await sampling
+    @contextmanager
+    def turn(self) -> Generator[asyncio.Event | None]:
+        """A turn that the version samples, with an event that is set once the version is too old for it; None: the
+        version is served as long as a group samples from it.
+        """
+        yield None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,13 @@ class Continuation:
     """Largest number of steps by which the version of a running turn may be behind the newest one."""
 
 
+def is_too_old(step: int, newest_step: int, max_age: int) -> bool:
+    """Whether a running turn is cut: the version that samples it, of this step, is more than `max_age` steps behind the
+    newest one.
+    """
+    return step < newest_step - max_age
+
+
 class NewestEngines(EngineSet):
     """The engines of the newest version, whichever it is.
 
@@ -96,7 +105,7 @@ class NewestEngines(EngineSet):
     def __init__(self, continuation: Continuation, revision: int) -> None:
         super().__init__(continuation.newest.name, continuation.engines, revision)
         self._step, self.max_age = continuation.newest.step, continuation.max_age
-        self._scopes: dict[asyncio.Timeout, int] = {}
+        self._turns: dict[asyncio.Event, int] = {}
         """Step of the version that each running turn is sampled by."""
 
     def renew(self, version: PolicyVersion, engines: Iterable[EngineAddress], revision: int) -> None:
@@ -107,25 +116,19 @@ class NewestEngines(EngineSet):
             return
         self._policy, self._step = version.name, version.step
         self.update(engines, revision)
-        now = asyncio.get_running_loop().time()
-        for scope, step in self._scopes.items():
-            if step < version.step - self.max_age and not scope.expired():
-                scope.reschedule(now)
+        for retired, step in self._turns.items():
+            if is_too_old(step, version.step, self.max_age):
+                retired.set()
 
-    async def unless_retired(self, sampling: Awaitable[Completion]) -> Completion | None:
-        """The result of a turn of the version that is the newest now; None if that became too old meanwhile."""
-        scope = asyncio.timeout(None)
+    @contextmanager
+    def turn(self) -> Generator[asyncio.Event | None]:
+        """A turn that the newest version samples, with an event that is set once that is too old for it."""
+        retired = asyncio.Event()
+        self._turns[retired] = self._step
         try:
-            async with scope:
-                self._scopes[scope] = self._step
-                try:
-                    return await sampling
-                finally:
-                    del self._scopes[scope]
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            return None
+            yield retired
+        finally:
+            del self._turns[retired]
 
 
 class EngineSets:

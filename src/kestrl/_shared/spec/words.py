@@ -132,6 +132,7 @@ WORDS: Sequence[Word] = (
     Word("TRL", "save_steps", "schedule.checkpointEvery", "", "training.checkpointEvery"),
     Word("verl", "save_freq", "schedule.checkpointEvery", "unset in place of -1", "training.checkpointEvery"),
     Word("TRL", "save_total_limit", "schedule.keepCheckpoints"),
+    Word("verl", "async_training.partial_rollout", "schedule.staleGroups", "continue in place of true"),
     Word("TRL", "output_dir", "storage.uri", "file:///FOLDER; unset, the folder of the run", "storage.uri"),
     Word("TRL", "temperature", "sampling.temperature"),
     Word("verl", "val_kwargs.n", "evaluation.samples"),

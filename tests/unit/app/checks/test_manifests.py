@@ -67,6 +67,25 @@ def test_the_conversations_of_an_sft_job_are_rendered(tmp_path: Path) -> None:
     assert "learner.device" not in run("doctor", write_sft(tmp_path, [MESSAGES]), "--runs", str(tmp_path))
 
 
+def test_conversations_that_are_trained_on_and_held_out_are_counted(tmp_path: Path) -> None:
+    other = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"messages": each}) + "\n" for each in [MESSAGES, other]))
+
+    def warned(validation: str) -> bool:
+        path = write_sft(tmp_path, [MESSAGES] * 3)
+        manifest = json.loads(path.read_text())
+        manifest["spec"]["data"]["validation"] = {"uri": validation}
+        path.write_text(json.dumps(manifest))
+        output = run("validate", path)
+        return "warning: spec.data.validation: 1 of 2 conversations are also in spec.data.train" in output
+
+    assert warned("held_out.jsonl")
+    assert not warned("conversations.jsonl"), "one data set that is named twice is meant"
+    held_out.write_text(json.dumps({"messages": other}) + "\n")
+    assert not warned("held_out.jsonl")
+
+
 def test_conversations_beyond_the_models_positions_are_a_problem(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "2 + 2? " * 1200}, {"role": "assistant", "content": "4"}]
     path = write_sft(tmp_path, [MESSAGES, long], maxTokens=10_000)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kestrl._shared.checking import Facts, run_check
 from kestrl._shared.plan.sft import SFTSettings
 from kestrl.errors import SeveralProblems, UserInputError, problems_of
-from kestrl_learner.sft.data import left_out_warning, load_data
+from kestrl_learner.sft.data import Item, left_out_warning, load_data, shared_warning
 
 
 def check(settings: SFTSettings) -> Facts:
@@ -16,7 +18,7 @@ def check(settings: SFTSettings) -> Facts:
     """
     problems: list[str] = []
     warnings: list[str] = []
-    counts: dict[str, int] = {}
+    items: dict[str, Sequence[Item]] = {}
     longest_conversation = 0
     for name, data in {"train": settings.train, "validation": settings.validation}.items():
         if data is None:
@@ -27,11 +29,14 @@ def check(settings: SFTSettings) -> Facts:
         except UserInputError as error:
             problems += problems_of(error)
             continue
-        counts[name] = len(loaded.items)
+        items[name] = loaded.items
         longest_conversation = max(longest_conversation, loaded.longest)
         warnings += [left_out_warning(loaded, field)] if loaded.left_out else []
     if problems:
         raise SeveralProblems(list(dict.fromkeys(problems)))
+    shared = shared_warning(settings, items["train"], items.get("validation", ()))
+    warnings += [shared] if shared else []
+    counts = {name: len(conversations) for name, conversations in items.items()}
     return {"conversations": counts, "longest": longest_conversation, "warnings": warnings}
 
 

@@ -78,6 +78,30 @@ def left_out_warning(loaded: LoadedData, field: str) -> str:
     return f"{field}: {loaded.left_out} of {total} conversations are left out as longer than maxTokens"
 
 
+def shared_warning(settings: SFTSettings, training: Sequence[Item], held_out: Sequence[Item]) -> str:
+    """The line about validation conversations that are trained on, too; empty if there are none, or if the manifest
+    names one data set twice, which is meant.
+    """
+    if settings.validation is None or _source(settings.validation) == _source(settings.train):
+        return ""
+    trained = {_tokens(item) for item in training}
+    shared = sum(_tokens(item) in trained for item in held_out)
+    if not shared:
+        return ""
+    return (
+        f"spec.data.validation: {shared} of {len(held_out)} conversations are also in spec.data.train; a loss over "
+        "them does not say what the model does with new ones"
+    )
+
+
+def _source(data: SFTData) -> tuple[str | None, str | None]:
+    return data.path, data.episodes
+
+
+def _tokens(item: Item) -> tuple[bytes, ...]:
+    return tuple(row.token_ids.tobytes() for row in item)
+
+
 Tokens = list[tuple[Sequence[int], Sequence[int]]]
 
 

@@ -18,7 +18,7 @@ from kestrl_learner.batch.rows import TrainGroup
 from kestrl_learner.ledger.schedule import epoch_order
 from kestrl_learner.model.adapters import AdapterSource
 from kestrl_learner.model.full_model import FullModel
-from kestrl_learner.sft.data import Item, load_items, load_tokenizer
+from kestrl_learner.sft.data import Item, load_items, load_tokenizer, shared_warning
 from kestrl_learner.sft.policy import load_model, publish_policy, published_policy
 from kestrl_learner.store import checkpoint
 from kestrl_learner.store.metric_sinks import MetricSinks
@@ -80,6 +80,8 @@ class SFTRun:
         self._validation = (
             [] if settings.validation is None else load_items(settings, settings.validation, "spec.data.validation")
         )
+        if shared := shared_warning(settings, self._train, self._validation):
+            log.warning("%s", shared)
         self._batches = batches(
             len(self._train),
             seed=settings.seed,

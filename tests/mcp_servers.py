@@ -1,4 +1,6 @@
-"""MCP servers and other packages of npm and PyPI, installed once for a checkout."""
+"""MCP servers and other packages of npm and PyPI, installed once for a checkout. Tests that use them are marked with
+`INSTALLS`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.wheels import ROOT, UV
+from tests.wheels import INSTALL_SECONDS, ROOT, UV
 
 FOLDER = ROOT / ".tools" / "mcp"
 EVERYTHING = "@modelcontextprotocol/server-everything@2026.8.31"
@@ -34,7 +36,7 @@ def npm_package(requirement: str) -> Path:
 
     def install(folder: Path) -> None:
         options = ("--prefix", folder, "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
-        subprocess.run((npm, "install", *options, requirement), check=True, timeout=120)
+        subprocess.run((npm, "install", *options, requirement), check=True, timeout=INSTALL_SECONDS)
 
     name = requirement.rpartition("@")[0]
     return _installed(requirement, install) / "node_modules" / name
@@ -48,9 +50,13 @@ def pypi_server(requirement: str) -> tuple[str, ...]:
     """
 
     def install(folder: Path) -> None:
-        subprocess.run((UV, "venv", "--quiet", "--relocatable", "--python", "3.11", folder), check=True, timeout=120)
+        subprocess.run(
+            (UV, "venv", "--quiet", "--relocatable", "--python", "3.11", folder), check=True, timeout=INSTALL_SECONDS
+        )
         python = folder / "bin" / "python"
-        subprocess.run((UV, "pip", "install", "--quiet", "--python", python, requirement), check=True, timeout=120)
+        subprocess.run(
+            (UV, "pip", "install", "--quiet", "--python", python, requirement), check=True, timeout=INSTALL_SECONDS
+        )
 
     return (str(_installed(requirement, install) / "bin" / requirement.partition("==")[0]),)
 
@@ -58,7 +64,7 @@ def pypi_server(requirement: str) -> tuple[str, ...]:
 def _installed(requirement: str, install: Callable[[Path], None]) -> Path:
     folder = FOLDER / requirement.replace("/", "+")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with (FOLDER / ".lock").open("w") as lock:
+    with (FOLDER / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of pytest-xdist ask at once
         if not folder.exists():
             partial = FOLDER / f"{folder.name}.partial"

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 UV = ROOT / ".tools" / "bin" / "uv"
 UNPACKED = ROOT / ".tools" / "wheels"
+INSTALL_SECONDS = 120.0
+"""Time limit of a command that installs; 4 to 11 s were seen."""
+INSTALLS = pytest.mark.timeout(600)
+"""Mark of a test that may be the first to install a package: it waits for a registry, or for another process that does.
+"""
 
 
 def unpacked(requirement: str) -> Path:
@@ -21,11 +29,12 @@ def unpacked(requirement: str) -> Path:
     """
     folder = UNPACKED / requirement
     UNPACKED.mkdir(parents=True, exist_ok=True)
-    with (UNPACKED / ".lock").open("w") as lock:
+    with (UNPACKED / f".{requirement}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two processes of pytest-xdist ask at once
         if not folder.exists():
             partial = UNPACKED / f"{requirement}.partial"
+            shutil.rmtree(partial, ignore_errors=True)  # of an interrupted installation
             install = (UV, "pip", "install", "--quiet", "--no-deps", "--target", partial, requirement)
-            subprocess.run(install, check=True, timeout=120)
+            subprocess.run(install, check=True, timeout=INSTALL_SECONDS)
             partial.rename(folder)
     return folder

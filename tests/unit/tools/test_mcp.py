@@ -19,6 +19,7 @@ from tests.fakes.mcp_http import McpHttpServer, serving_mcp
 from tests.fakes.mounted_secret import MountedSecret
 from tests.fakes.ports import free_port
 from tests.mcp_servers import EVERYTHING, FILESYSTEM, TIME, npm_server, pypi_server
+from tests.wheels import INSTALLS
 
 from kestrl._shared.plan.settings.tools import McpEntry, SecretText, ToolEntry
 from kestrl.errors import Boundary, FailureError, KestrlError, UserInputError
@@ -88,6 +89,7 @@ async def test_a_server_conforms(sample: Sample, per_episode: bool) -> None:
     )
 
 
+@INSTALLS
 async def test_servers_from_npm_and_pypi_conform(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("a kestrel")
     files = ToolEntry(
@@ -101,6 +103,7 @@ async def test_servers_from_npm_and_pypi_conform(tmp_path: Path) -> None:
     await check_tool_provider(maker(clock), {"get_current_time": {"timezone": "Europe/Berlin"}})
 
 
+@INSTALLS
 async def test_a_server_of_every_feature_over_http(serve: Any) -> None:
     """Tools, structured results, images, refusals and cancellation, on streamable HTTP."""
     port = free_port()

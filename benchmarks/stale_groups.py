@@ -7,7 +7,8 @@ Discrete events with the learner's own rules of admission and waiting. Engines s
 are sampled: up to SLOTS turns run at full speed, more slow each other down. A turn decodes its tokens after it has
 computed those of its prefix that are not in the engine's cache: what the last tool call answered, or, when the version
 differs from the turn's before, the whole prefix, since keys and values belong to a version. A turn that an update finds
-running ends with the version that it began with: the product cuts those of versions that are too old.
+running ends with the version that it began with, unless that is too old by the rollout worker's own rule: then it is
+cut, and sampled again by the newest version from its beginning.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.report import Row, main
 
 from kestrl._shared.plan.algorithm import TOKEN_BOUND
 from kestrl_learner.ledger.schedule import admissible, affordable
+from kestrl_rollout.engine.engine_set import is_too_old
 
 GROUPS, STEPS = 8, 100
 TOKEN_SECONDS = 0.01
@@ -108,6 +110,9 @@ class Running:
     turns: Episode
     turn: int = 0
     version: int = -1
+    """Version of the turn that is sampled, or was last."""
+    work: float = 0.0
+    """Engine seconds of this turn."""
     prefix: int = PROMPT
 
 
@@ -168,7 +173,9 @@ class Outcome:
     work: float = 0.0
     """Engine seconds."""
     given_up: float = 0.0
-    """Engine seconds of groups that were released and of tokens that were masked."""
+    """Engine seconds of groups that were released, of turns that were cut and of tokens that were masked."""
+    cut: float = 0.0
+    """Engine seconds of turns that were cut, until then."""
     repeated: float = 0.0
     """Engine seconds for prefixes that were computed again since the version had changed."""
     trained: Counter[int] = field(default_factory=Counter[int])
@@ -245,7 +252,7 @@ class Simulation:
         repeated = episode.prefix - fresh if version != episode.version and episode.turn else 0
         self.outcome.repeated += repeated * self.prefill * TOKEN_SECONDS
         work = (turn.sampled + (fresh + repeated) * self.prefill) * TOKEN_SECONDS
-        episode.version = version
+        episode.version, episode.work = version, work
         group.work[version] += work
         group.tokens[version] += turn.sampled
         self.engines.add(number, work)
@@ -318,7 +325,38 @@ class Simulation:
     def _updated(self) -> None:
         self.training, self.version = False, self.version + 1
         if self.mode == "continue":
-            return
+            self._cut_turns()
+        else:
+            self._release()
+
+    def _cut_turns(self) -> None:
+        """Has the newest version sample the running turns of versions that are too old."""
+        episodes = self.episodes.items()
+        old = {number for number, episode in episodes if is_too_old(episode.version, self.version, self.staleness)}
+        cut_turns = self.engines.cancel(old)
+        for number, left in cut_turns.items():
+            self._cut(self.episodes[number], left)
+        self._renew()
+        for number in cut_turns:
+            self._sample(number)
+
+    def _cut(self, episode: Running, left: float) -> None:
+        """Takes a turn with so much work left from its group."""
+        group, version = self.running[episode.group], episode.version
+        group.work[version] -= episode.work
+        group.tokens[version] -= episode.turns[episode.turn].sampled
+        if not group.tokens[version]:
+            del group.work[version], group.tokens[version]
+        spent = episode.work - left
+        self.outcome.work += spent
+        self.outcome.given_up += spent
+        self.outcome.cut += spent
+
+    def _renew(self) -> None:
+        """Replaces what no version has begun to sample, if that depends on the version."""
+
+    def _release(self) -> None:
+        """Gives up the running groups that are too old."""
         gone = {number for number, group in self.running.items() if group.begun < self._oldest()}
         episodes = {number for number, episode in self.episodes.items() if episode.group in gone}
         for number, left in self.engines.cancel(episodes).items():
@@ -401,6 +439,8 @@ def _rows(at: str, runs: dict[Mode, list[Outcome]]) -> Iterator[Row]:
     yield Row(
         name=f"{at}/continue/again", value=fmean(run.repeated / run.work for run in continued), unit="of engine time"
     )
+    cut = fmean(run.cut / run.work for run in continued)
+    yield Row(name=f"{at}/continue/cut", value=cut, unit="of engine time")
     yield from _masked_rows(f"{at}/continue", continued)
 
 

@@ -3,7 +3,8 @@
 The clock, the rules of admission and waiting and the time of a turn are those of `stale_groups`; which tokens a turn
 samples, and so how many turns an episode has, is up to the policy of the version that the mode prescribes. Rollouts of
 a group are computed ahead when it begins; in the mode `continue`, what has not begun when an update ends is sampled
-again by the new version. So every turn is sampled by the version that the clock says it began with.
+again by the new version. So every turn is sampled by the version that the clock says it began with, and one that the
+clock cuts by the newest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.stale_groups import (
     Episode,
     GroupRun,
     Mode,
+    Running,
     Simulation,
     Turn,
     Workload,
@@ -165,6 +167,11 @@ class Learning(Simulation):
         episode = self.episodes[number]
         self._plays[episode.group][episode.place].versions.append(episode.version)
 
+    def _cut(self, episode: Running, left: float) -> None:
+        super()._cut(episode, left)
+        self._plays[episode.group][episode.place].versions.pop()
+        self.record.tokens["given_up"] += 2  # as if it had ended
+
     def _give_up(self, group: GroupRun) -> None:
         super()._give_up(group)
         plays = self._plays.pop(group.number)
@@ -193,11 +200,8 @@ class Learning(Simulation):
                 self.record.statistics[name].append(result.diagnostics[name])
         super()._updated()
         self._trainer.published(f"{self.version}")
-        if self.mode == "continue":
-            self._sample_again()
 
-    def _sample_again(self) -> None:
-        """Has the new version sample what no version has begun."""
+    def _renew(self) -> None:
         running = list(self.episodes.values())
         for episode in running:
             play = self._plays[episode.group][episode.place]

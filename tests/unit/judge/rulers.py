@@ -66,7 +66,7 @@ def honest(trajectory: Mapping[str, Any]) -> float:
 
 def ruler_entry(*urls: str, **given: Any) -> RulerEntry:
     judges = tuple(JudgeModel(model=f"model-{number}", base_urls=(url,)) for number, url in enumerate(urls))
-    return RulerEntry.model_validate({"judges": judges, "request_seconds": 5.0, "seconds": 20.0} | given)
+    return RulerEntry.model_validate({"judges": judges, "request_seconds": 25.0, "seconds": 50.0} | given)
 
 
 async def score(scorer: Scorer, group: Group) -> ScoredGroup:

@@ -29,7 +29,7 @@ def honest(asked: Asked) -> Said:
 
 def entry(*urls: str, **given: Any) -> JudgeEntry:
     judges = tuple(JudgeModel(model=f"model-{number}", base_urls=(url,)) for number, url in enumerate(urls))
-    return JudgeEntry.model_validate({"judges": judges, "request_seconds": 5.0, "seconds": 20.0} | given)
+    return JudgeEntry.model_validate({"judges": judges, "request_seconds": 25.0, "seconds": 50.0} | given)
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def ours(
         options: How it is computed.
         counting: Entered around each step.
     """
-    from kestrl._shared.plan.planning import algorithm_settings
+    from kestrl._shared.plan.updates import algorithm_settings
     from kestrl._shared.spec.load import read_job
     from kestrl_learner.batch.rows import TrainGroup, TrainRow
     from kestrl_learner.model.policy_model import PolicyModel

@@ -35,7 +35,7 @@ from benchmarks.stale_learning.lookups import ATTEMPTS, LONG_SHARE, Chain, Play,
 from benchmarks.stale_learning.sampler import Sampler
 
 from kestrl._shared.plan.algorithm import TOKEN_BOUND, AlgorithmSettings
-from kestrl._shared.plan.planning import algorithm_settings
+from kestrl._shared.plan.updates import algorithm_settings
 from kestrl._shared.spec.load import read_job
 from kestrl.algorithms import ScoredEpisode
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, estimated

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal
 
-from kestrl._shared.plan.planning import algorithm_settings
 from kestrl._shared.plan.settings.common import SettingsModel
 from kestrl._shared.plan.settings.learner import PolicySettings
 from kestrl._shared.plan.site import BUILDS
+from kestrl._shared.plan.updates import algorithm_settings
 from kestrl._shared.spec.job import AgentRLJob, Learner, ModelSpec
 from kestrl._shared.spec.sft import SFTJob, SFTLearner
 

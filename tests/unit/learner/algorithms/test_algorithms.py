@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrl._shared.plan.algorithm import CorrectionSettings
-from kestrl._shared.plan.planning import algorithm_settings
+from kestrl._shared.plan.updates import algorithm_settings
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.algorithms import ADVANTAGES as ADVANTAGE_NAMES
 from kestrl._shared.spec.algorithms import AGGREGATIONS as AGGREGATION_NAMES

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kestrl._shared.plan.planning import gap_bounds
+from kestrl._shared.plan.updates import gap_bounds
 from kestrl.runstate.history import Mismatch
 from kestrl_learner.store.opentelemetry_sink import gap_statistics
 from kestrl_learner.train.logprob_mismatch import measure

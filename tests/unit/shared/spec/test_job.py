@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from kestrl._shared.plan.planning import algorithm_settings
+from kestrl._shared.plan.updates import algorithm_settings
 from kestrl._shared.spec import ProblemsError, job_schema, parse_job, read_job, with_overrides
 from kestrl._shared.spec.scalars import format_duration, parse_duration
 from kestrl._shared.spec.sft import read_sft_job

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.learner_parts import base_moves
 from benchmarks.gpu.lines import Line, NotRun, figure, not_run
 from benchmarks.gpu.parts import Place
 from benchmarks.random_models import make
@@ -227,25 +228,36 @@ def lora_folders(model: Path, folder: Path, count: int) -> Sequence[Path]:
 
 
 def quickstart(place: Place) -> Iterator[Line]:
-    """Seconds of the quickstart's steps with both roles on one device."""
-    yield not_run("g", "quickstart/in_turns", "an engine that sleeps while the learner computes is not offered")
+    """Moves of a base between device and host; seconds of the quickstart's steps with both roles on one device."""
+    yield from base_moves(place)
     need_engine(place)
-    manifest, runs = place.folder / "quickstart.yaml", place.folder / "runs"
+    for sharing in ("split", "turns"):
+        if sharing == "turns" and place.device == "cpu":
+            yield not_run("g", "quickstart/turns", "a CPU is not used in turns")
+        else:
+            yield from quickstart_steps(place, sharing)
+
+
+def quickstart_steps(place: Place, sharing: str) -> Iterator[Line]:
+    title, runs = f"quickstart/{sharing}", place.folder / f"runs-{sharing}"
+    manifest = place.folder / f"quickstart-{sharing}.yaml"
     manifest.write_text(on_this_device(place).replace("maxSteps: 26", "maxSteps: 4"))
     command = [sys.executable, "-m", "kestrl._app.cli.main", "run", str(manifest), "--runs", str(runs)]
+    command += ["--set", f"inference.sharing={sharing}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"} if place.device == "cuda" else dict(os.environ)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()
-        yield Line(part="g", name="quickstart/split", status="failed", note=last[-1][:200] if last else "no message")
+        yield Line(part="g", name=title, status="failed", note=last[-1][:200] if last else "no message")
         return
     steps = sorted(runs.rglob("metrics/*.json"))
     if not steps:
-        raise NotRun("the run left no metrics")
-    yield figure("g", "quickstart/split/steps", float(len(steps)), "steps")
+        yield not_run("g", title, "the run left no metrics")
+        return
+    yield figure("g", f"{title}/steps", float(len(steps)), "steps")
     for name in ("collect", "update"):
         values = [facts["seconds"][name] for facts in (json.loads(path.read_text()) for path in steps)]
-        yield figure("g", f"quickstart/split/{name}_seconds", min(values), "s", note="the fastest step")
+        yield figure("g", f"{title}/{name}_seconds", min(values), "s", note="the fastest step")
 
 
 if __name__ == "__main__":

@@ -214,6 +214,26 @@ def memory(place: Place) -> Iterator[Line]:
     yield not_run("f", "memory/engine", "part g shows what an engine and a learner leave of a device that they share")
 
 
+def base_moves(place: Place) -> Iterator[Line]:
+    """Seconds in which a base leaves the device and comes back, as in each turn on one that cannot hold it beside the
+    engine.
+    """
+    from kestrl_learner.model.policy_model import PolicyModel
+
+    size = "tiny" if place.quick else "1.7B"
+    model, dtype = make(size, place.folder, place.device), options_of(place).dtype
+    policy = PolicyModel(
+        str(model), dtype=dtype, rank=16, alpha=32.0, targets="all-linear", seed=1, device=place.device
+    )
+    base = policy.base_weights
+    gib = sum(weight.nbytes for weight in policy.network.parameters() if not weight.requires_grad) / 2**30
+    moves = {"first_leave": base.leave, "come_back": base.come_back, "leave": base.leave}
+    for name, move in moves.items():
+        began = time.perf_counter()
+        move()
+        yield figure("g", f"base/{size}/{name}", time.perf_counter() - began, "s", note=f"{gib:.3g} GiB")
+
+
 def two_devices(place: Place) -> Iterator[Line]:
     """Ranks over NCCL, and processes on devices of their own."""
     if place.device == "cpu":

@@ -44,7 +44,7 @@ PARTS = {
     "d": Part(title="publish to proved", seconds=75, function="benchmarks.gpu.engine_parts:publication"),
     "e": Part(title="engine with adapters", seconds=60, function="benchmarks.gpu.engine_parts:adapters_in_a_batch"),
     "f": Part(title="the memory plan's error", seconds=45, function="benchmarks.gpu.learner_parts:memory"),
-    "g": Part(title="the quickstart on one device", seconds=60, function="benchmarks.gpu.engine_parts:quickstart"),
+    "g": Part(title="the quickstart on one device", seconds=90, function="benchmarks.gpu.engine_parts:quickstart"),
     "h": Part(title="two devices", seconds=30, function="benchmarks.gpu.learner_parts:two_devices"),
 }
 

@@ -34,6 +34,7 @@ def test_the_benchmark_runs_to_its_end_on_a_cpu() -> None:
     assert not [line for line in lines if line.status in ("failed", "over time")]
     measured = {line.name: line for line in lines if line.status == "measured"}
     assert {"step/tiny/ours/seconds", "step/tiny/bare_4/seconds", "memory/tiny/estimate"} <= set(measured)
+    assert {f"base/tiny/{move}" for move in ("first_leave", "come_back", "leave")} <= set(measured)
     assert measured["step/tiny/ours/passes"].value == 2, "576 tokens of 512 at most"
     assert done.stdout.rstrip().endswith(table(lines)), "the table follows"
 

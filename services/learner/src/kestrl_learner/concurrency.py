@@ -83,6 +83,18 @@ async def abandonable(work: Callable[[], Result], *, name: str) -> Result:
     return await future
 
 
+async def finished(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Runs blocking work in a thread. A cancellation is raised when the work has ended, for work that uses what others
+    get next.
+    """
+    task = asyncio.create_task(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
     """Runs work unless an event is set before it ends; returns its result.
 

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from kestrl.algorithms import Algorithm
     from kestrl_learner.dispatch.group_source import GroupSource
     from kestrl_learner.ledger import Ledger
-    from kestrl_learner.model.adapters import AdapterSource
 
 log = logging.getLogger(__name__)
 
@@ -223,9 +222,12 @@ class LearnerRun:
         return bool(final)
 
     async def _work(self, resources: RunResources) -> None:
-        compute = await self._loaded(resources)
+        async with AsyncExitStack() as turn:
+            if self.settings.base_offload:  # the model is loaded on the device, where the engine takes the base's place
+                await unless(self._drain, turn.enter_async_context(resources.engines.asleep()))
+            compute = await self._loaded(resources)
         if self.settings.evaluate is not None:
-            await self._evaluate(resources, compute.model, self.settings.evaluate)
+            await self._evaluate(resources, compute, self.settings.evaluate)
         else:
             self._training = TrainingRun(resources, compute, partial(_rollouts, resources, compute.model.vocabulary))
             if self._drain.is_set():
@@ -259,11 +261,11 @@ class LearnerRun:
             end_ranks()
         return compute
 
-    async def _evaluate(self, resources: RunResources, model: AdapterSource, settings: EvaluateSettings) -> None:
+    async def _evaluate(self, resources: RunResources, compute: Compute, settings: EvaluateSettings) -> None:
         """Evaluates an adapter, or without one the base model, published as version 0."""
         address = settings.adapter
         if address is None:
-            policy = await resources.publish(model, 0, None)
+            policy = await resources.publish(compute, 0, None)
         else:
             manifest = await asyncio.to_thread(_known_adapter, address)
             policy = manifest.policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.telemetry import span
@@ -25,14 +25,13 @@ from kestrl.runstate.events import (
 from kestrl.runstate.states import RunPhase
 from kestrl.storage import Probe
 from kestrl.storage.episodes import ObjectEpisodeStore
-from kestrl_learner.concurrency import unless
+from kestrl_learner.concurrency import finished, unless
 from kestrl_learner.dispatch.evaluate import evaluate
 from kestrl_learner.dispatch.pinned_tools import PinnedTools
 from kestrl_learner.dispatch.workers import Workers
 from kestrl_learner.engines.engines import Engines
 from kestrl_learner.ledger.schedule import total_steps
 from kestrl_learner.model import adapters
-from kestrl_learner.model.adapters import AdapterSource
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.store.data_sets import read_data_sets
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
@@ -40,7 +39,11 @@ from kestrl_learner.store.records import format_means, identity_digest
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import RunStore
 
+if TYPE_CHECKING:
+    from kestrl_learner.train.compute import Compute
+
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class RunResources:
@@ -94,16 +97,27 @@ class RunResources:
         """Time spent on the run so far by all its processes."""
         return self._earlier_seconds + time.monotonic() - self._began
 
+    async def computed(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs work of the model in a thread. In turns a cancellation waits for its end, as engines get the device."""
+        return await (finished if self.settings.turns else asyncio.to_thread)(work, *arguments)
+
+    @asynccontextmanager
+    async def turn(self, compute: Compute) -> AsyncGenerator[None]:
+        """The learner's turn on a device that engines use in turns with it; raises what `Engines.asleep` does."""
+        async with self.engines.asleep(), compute.on_device():
+            yield
+
     async def publish(
-        self, model: AdapterSource, step: int, parent: str | None, turn: AsyncExitStack | None = None
+        self, compute: Compute, step: int, parent: str | None, turn: AsyncExitStack | None = None
     ) -> PolicyVersion:
         """Stores the adapter as a version and waits until engines have verified it.
 
         Args:
-            model: The adapter and what it changes.
+            compute: The adapter and what it changes.
             step: Steps that it was trained in.
             parent: Name of the version it was trained from.
-            turn: What ends the learner's turn on the device, once the probe is computed.
+            turn: What ends the learner's turn on the device, once the probe is computed. Without one, the probe has a
+                turn of its own if the base is not on the device.
 
         Raises:
             Interrupted: The run is draining.
@@ -112,13 +126,14 @@ class RunResources:
         settings = self.settings
         with span(SpanName.PUBLISH, {Attr.STEP: step}):
             began = time.monotonic()
-            manifest, uri = await asyncio.to_thread(
-                lambda: adapters.publish(
-                    self.store, model, job=settings.job, step=step, base=settings.model, parent=parent
+            async with AsyncExitStack() if turn is None else turn as device:
+                if turn is None and settings.base_offload:
+                    await device.enter_async_context(self.turn(compute))
+                manifest, uri = await self.computed(
+                    lambda: adapters.publish(
+                        self.store, compute.model, job=settings.job, step=step, base=settings.model, parent=parent
+                    )
                 )
-            )
-            if turn is not None:
-                await turn.aclose()
             distance = None if self._probe is None else manifest.probe.apart(self._probe)
             self._probe = manifest.probe
             await self.serve(manifest.policy, uri, manifest.parent, began=began, probe_distance=distance)

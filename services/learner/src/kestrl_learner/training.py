@@ -74,7 +74,7 @@ class TrainingRun:
     """The training of one run. Create it in the running event loop, call `run` once and `close` at the end."""
 
     def __init__(self, resources: RunResources, compute: Compute, make_source: MakeSource) -> None:
-        self._resources, self._settings, self._model = resources, resources.settings, compute.model
+        self._resources, self._settings, self._compute = resources, resources.settings, compute
         self._trainer = compute.trainer(resources.steps)
         self._ledger = Ledger(
             self._settings.database,
@@ -263,7 +263,7 @@ class TrainingRun:
         async with AsyncExitStack() as turn:
             collected = time.monotonic()
             if self._settings.turns:
-                await turn.enter_async_context(self._resources.engines.asleep(self._settings.device))
+                await turn.enter_async_context(self._resources.turn(self._compute))
             result = await self._update(ready, policy)
             trained = time.monotonic()
             self._longest_update = max(self._longest_update, trained - collected)
@@ -275,7 +275,7 @@ class TrainingRun:
 
     async def _publish(self, parent: str | None, turn: AsyncExitStack | None = None) -> PolicyVersion:
         resources = self._resources
-        policy = await resources.publish(self._model, self._done, parent, turn)
+        policy = await resources.publish(self._compute, self._done, parent, turn)
         learning = learning_in(resources.progress.state, self._settings)
         is_settled = learning.learned is False and self._done >= min(WINDOW_STEPS, resources.steps)
         if learning.learned or is_settled:
@@ -290,7 +290,7 @@ class TrainingRun:
     async def _update(self, ready: Sequence[ReadyGroup], policy: PolicyVersion) -> StepResult:
         groups = train_batch([item.group for item in ready], self._trainer.algorithm, policy.name)
         with span(SpanName.UPDATE, {Attr.STEP: self._done + 1}):
-            result = await asyncio.to_thread(self._trainer.step, groups, self._done)
+            result = await self._resources.computed(self._trainer.step, groups, self._done)
         self._weights = self._done + 1
         mismatch, resources = result.mismatch, self._resources
         resources.progress.emit(MismatchMeasured(gap=Mismatch(**asdict(mismatch.own))))

@@ -20,9 +20,8 @@ from kestrl._shared.plan.devices import (
     joining_devices,
     shared_devices,
 )
-from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
-from kestrl._shared.plan.sharing import SharedMemory
+from kestrl._shared.plan.sharing import SharedMemory, shared_memory
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
@@ -115,32 +114,25 @@ def machine_devices(
     by_index = {device.index: device for device in available[profile]}
     unknown = [name for shared in common.values() for name in shared if by_index[name].total is None]
     if unknown:
-        note = (
-            f"the learner shares {profile} device {', '.join(unknown)} with an engine, and its memory is not known: "
-            "limit the engine's part with inference.args, such as gpu-memory-utilization"
-        )
-        return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, notes=(note,))
+        return _of_unknown_memory(job, assigned, f"{profile} device {', '.join(unknown)}", model, cache_dir)
+    spec, turns = job.spec, job.spec.inference.sharing == "turns"
+    tightest = {
+        engine: min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
+        for engine, shared in common.items()
+    }
     settings = memory_settings(job, model=model, row=None)
     estimate = cached_estimate(settings, cache_dir)
-    spec, turns = job.spec, job.spec.inference.sharing == "turns"
-    division = SharedMemory(
-        spec,
-        estimate,
-        ranks=settings.ranks,
-        engine_rank=engine_rank(spec.inference.engine, spec.model.adapter.rank),
-        slots=spec.inference.adapter_slots + SPARE_SLOTS,
+    division = shared_memory(
+        spec, estimate, ranks=settings.ranks, free=min(device.free or 0.0 for device in tightest.values()) * GIB
     )
-    if turns:
-        _require_host_memory(division, estimate)
     memory: dict[str, EngineMemory] = {}
     notes: list[str] = []
     for engine, shared in common.items():
-        tightest = min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
-        free, total = (tightest.free or 0.0) * GIB, (tightest.total or 0.0) * GIB
+        free, total = (tightest[engine].free or 0.0) * GIB, (tightest[engine].total or 0.0) * GIB
         part = division.engine(free=free, total=total)
         if part is None:
             advice = "; ".join(changes(settings, estimate)) or "Use a smaller model"
-            raise division.shortage(tightest.index, free, advice)
+            raise division.shortage(tightest[engine].index, free, advice)
         memory[engine] = part
         notes.append(
             f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB"
@@ -148,29 +140,71 @@ def machine_devices(
             f"{part.cache_bytes / GIB:.1f} of them KV cache, and {division.learner / GIB:.1f} for the learner"
             f"{_beside(division) if turns else ''}"
         )
-    return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, memory=memory, notes=tuple(notes))
+    if turns:
+        _require_host_memory(division, estimate)
+    return MachineDevices(
+        assigned=assigned,
+        engine_limit=inference.replicas.min,
+        memory=memory,
+        base_offload=division.base_offload,
+        move_seconds=division.move_seconds,
+        notes=tuple(notes),
+    )
+
+
+def _of_unknown_memory(
+    job: AgentRLJob, assigned: Mapping[str, tuple[str, ...]], shared: str, model: str, cache_dir: Path
+) -> MachineDevices:
+    """Devices of a job of which an engine and the learner share one whose memory the vendor's program does not list, as
+    that of an Ascend die.
+
+    Raises:
+        UserInputError: They use it in turns, and the manifest does not say which part is the engine's; or host memory
+            does not hold the engine's weights.
+    """
+    spec, limit = job.spec, job.spec.inference.replicas.min
+    if spec.inference.sharing == "split":
+        note = (
+            f"the learner shares {shared} with an engine, and its memory is not known: limit the engine's part with "
+            "inference.args, such as gpu-memory-utilization"
+        )
+        return MachineDevices(assigned=assigned, engine_limit=limit, notes=(note,))
+    settings = memory_settings(job, model=model, row=None)
+    estimate = cached_estimate(settings, cache_dir)
+    division = shared_memory(spec, estimate, ranks=settings.ranks, free=None)
+    if "gpu-memory-utilization" not in {name.replace("_", "-") for name in spec.inference.args}:
+        raise UserInputError(
+            f"spec.inference.sharing: turns divides {shared}, whose memory is not known here; set spec.inference.args."
+            f"gpu-memory-utilization to the engine's share, which leaves {division.beside / GIB:.1f} GiB for what the "
+            "learner keeps on it, or use split"
+        )
+    _require_host_memory(division, estimate)
+    note = f"the learner and an engine share {shared} in turns, whose memory is not known{_beside(division)}"
+    return MachineDevices(assigned=assigned, engine_limit=limit, move_seconds=division.move_seconds, notes=(note,))
 
 
 def _beside(division: SharedMemory) -> str:
     """What stays where while the other has the device."""
+    base = f", and {division.base_host / GIB:.1f} of base weights in host memory" if division.base_offload else ""
     return (
-        f"; the learner keeps {division.beside / GIB:.1f} on it while the engine computes, and the engine "
-        f"{division.host / GIB:.1f} of weights in host memory while it sleeps"
+        f"; the learner keeps {division.beside / GIB:.1f} on it while the engine computes{base}, and the engine up to "
+        f"{division.engine_host / GIB:.1f} of weights in host memory while it sleeps"
     )
 
 
 def _require_host_memory(division: SharedMemory, estimate: MemoryEstimate) -> None:
-    """Checks that the host's memory holds the weights of a sleeping engine beside the learner.
+    """Checks that the host's memory holds the weights of a sleeping engine, and what the learner keeps there.
 
     Raises:
         UserInputError: It does not.
     """
-    needed, free = division.host + estimate.host, host_memory_free()
+    needed, free = division.engine_host + division.base_host + estimate.host, host_memory_free()
     if needed > free:
+        base = f" and {division.base_host / GIB:.1f} the learner's base" if division.base_offload else ""
         raise UserInputError(
-            f"spec.inference.sharing: turns keeps {needed / GIB:.1f} GiB in host memory during an update, "
-            f"{division.host / GIB:.1f} of them weights of the engine, and this machine has {free / GIB:.1f} free; use "
-            "split or a smaller model"
+            f"spec.inference.sharing: turns keeps up to {needed / GIB:.1f} GiB in host memory during an update, "
+            f"{division.engine_host / GIB:.1f} of them weights of the engine{base}, and this machine has "
+            f"{free / GIB:.1f} free; use split or a smaller model"
         )
 
 

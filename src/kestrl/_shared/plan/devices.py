@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kestrl._shared.plan.components import Component
+from kestrl._shared.plan.settings.inference import LEAST_MOVE_SECONDS
 from kestrl._shared.spec.inference import MOST_ENGINES
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
@@ -38,6 +39,10 @@ class MachineDevices:
     """Engines that have devices; None if engines need none."""
     memory: Mapping[str, EngineMemory] = field(default_factory=dict[str, EngineMemory])
     """Memory of the engines that share a device with the learner."""
+    base_offload: bool = False
+    """Whether the learner keeps its base in host memory while an engine has their device."""
+    move_seconds: float = LEAST_MOVE_SECONDS
+    """Longest time in which an engine's weights move between its devices and host memory."""
     notes: tuple[str, ...] = ()
     """How devices are shared, for a person."""
 

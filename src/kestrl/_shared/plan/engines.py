@@ -59,6 +59,18 @@ def engine_places(spec: JobSpec, site: Site) -> dict[str, object]:
     return {"engines": tuple(engine_entry(site, index) for index in range(spec.inference.replicas.min))}
 
 
+def engine_turns(spec: JobSpec, site: Site) -> dict[str, object]:
+    """How an engine shares its device with the learner, as fields of its agent's settings."""
+    seconds = {} if site.devices is None else {"move_seconds": site.devices.move_seconds}
+    return {"turns": spec.inference.sharing == "turns", **seconds}
+
+
+def learner_turns(spec: JobSpec, site: Site) -> dict[str, object]:
+    """How the learner shares its device with an engine, as fields of its settings."""
+    base_offload = site.devices is not None and site.devices.base_offload
+    return {"turns": spec.inference.sharing == "turns", "base_offload": base_offload}
+
+
 def engine_servers(spec: JobSpec, site: Site) -> tuple[str, ...]:
     """Where the judge finds the engines: a name, a file, or one after the other."""
     if site.engine_service is not None:

@@ -78,6 +78,8 @@ class MemoryEstimate(SettingsModel):
     """Bytes of host memory that hold offloaded activations."""
     layers: int = 0
     """Layers that gradient checkpointing may apply to."""
+    cached_token: int = 0
+    """Bytes that an engine's KV cache takes for a token, in the precision of the model."""
 
     @property
     def total(self) -> int:

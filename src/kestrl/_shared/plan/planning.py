@@ -12,8 +12,10 @@ from kestrl._shared.plan.engines import (
     engine_places,
     engine_servers,
     engine_stop_seconds,
+    engine_turns,
     engine_url,
     failure_file,
+    learner_turns,
 )
 from kestrl._shared.plan.environments import environment_entries, offers_tools, outside_environment
 from kestrl._shared.plan.evaluation import evaluation_sampling
@@ -129,7 +131,7 @@ def agent_component(job: AgentRLJob, site: Site, index: int) -> Component:
             "failure_file": failure_file(site, index),
             "slots": job.spec.inference.adapter_slots,
             "probe_bound": PROBE_BOUND[job.spec.model.dtype],
-            "turns": job.spec.inference.sharing == "turns",
+            **engine_turns(job.spec, site),
             "drain_seconds": job.spec.rollout.deadlines.turn,
         }
     )
@@ -250,7 +252,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "rollout_addresses": site.workers
             or tuple(site.endpoint(Role.ROLLOUT, index).address for index in range(spec.rollout.replicas)),
             **engine_places(spec, site),
-            "turns": spec.inference.sharing == "turns",
+            **learner_turns(spec, site),
             "adapter_slots": spec.inference.adapter_slots,
             "gap_bounds": gap_bounds(accepted_gap(spec)),
             "max_failed_share": spec.algorithm.max_failed_share,

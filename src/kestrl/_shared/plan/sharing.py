@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MARGIN, MemoryEstimate, MemoryPart
+from kestrl._shared.plan.settings.inference import LEAST_MOVE_SECONDS
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
 from kestrl.errors import UserInputError
@@ -14,8 +16,14 @@ ENGINE_PROGRAM = 3 * GIB
 UNUSED = GIB // 2
 """Bytes that neither may use, for what the estimates leave out."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-RESIDENT = (MemoryPart.BASE, MemoryPart.ADAPTER, MemoryPart.OPTIMIZER, MemoryPart.COPIES, MemoryPart.PROGRAM)
-"""What the learner keeps on the device between two updates."""
+RESIDENT = (MemoryPart.ADAPTER, MemoryPart.OPTIMIZER, MemoryPart.COPIES, MemoryPart.PROGRAM)
+"""What the learner keeps on the device between two updates, beside its base."""
+PINNED = 2
+"""Bound of the host memory in which a sleeping engine keeps its weights, over their bytes: it pins a copy of each piece
+by itself, which torch rounds up to a power of two."""
+SLOWEST_MOVE = GIB // 2
+"""Bytes a second that an engine's weights move at least. The first sleep pins the memory of the copies meanwhile, some
+GiB a second, and later ones go at the rate of the bus; a busy or divided host is slower."""
 SOME_TARGETS = 4
 """Bound of an engine's adapter memory over that of the targets: engines reserve it for every layer that can have an
 adapter."""
@@ -25,40 +33,91 @@ class SharedMemory:
     """How the learner and an engine divide one device, at the same time or in turns.
 
     Attributes:
+        base_offload: Whether the learner's base is in host memory while the engine has the device.
         learner: Bytes of the learner with its margin.
-        beside: Bytes of the learner with its margin while the engine computes. In turns its base stays on the device.
+        beside: Bytes of the learner with its margin while the engine computes.
         weights: Bytes of the engine's weights and adapter slots on the device.
-        host: Bytes of host memory in which the engine keeps those of all its devices while it sleeps.
+        engine_host: Bytes of host memory in which the engine keeps those of all its devices while it sleeps.
+        base_host: Bytes of host memory in which the learner keeps its base.
+        move_seconds: Longest time in which the engine's weights move between device and host.
     """
 
-    def __init__(self, spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, engine_rank: int, slots: int) -> None:
-        parts = estimate.parts
+    def __init__(
+        self,
+        spec: JobSpec,
+        estimate: MemoryEstimate,
+        *,
+        ranks: int,
+        engine_rank: int,
+        slots: int,
+        base_offload: bool = False,
+    ) -> None:
+        parts, self.base_offload = estimate.parts, base_offload
+        base = parts.get(MemoryPart.BASE, 0)
         self.learner = math.ceil(estimate.total * (1 + MARGIN))
         self._turns = spec.inference.sharing == "turns"
-        resident = sum(parts.get(part, 0) for part in RESIDENT)
+        resident = sum(parts.get(part, 0) for part in RESIDENT) + (0 if base_offload else base)
         self.beside = math.ceil(resident * (1 + MARGIN)) if self._turns else self.learner
         devices = spec.inference.accelerator.count
         adapter = parts.get(MemoryPart.ADAPTER, 0) * DTYPE_BYTES[spec.model.dtype] // DTYPE_BYTES["float32"]
         scale = 1 if spec.model.adapter.targets == "all-linear" else SOME_TARGETS
         slot = math.ceil(adapter * scale * engine_rank / spec.model.adapter.rank)
-        self.weights = math.ceil((parts.get(MemoryPart.BASE, 0) * ranks + slots * slot) / devices)
-        self.host = self.weights * devices if self._turns else 0
+        self.weights = math.ceil((base * ranks + slots * slot) / devices)
+        self._least_cache = estimate.cached_token * spec.inference.context_length // devices
+        self.engine_host = PINNED * self.weights * devices if self._turns else 0
+        self.base_host = base if base_offload else 0
+        self.move_seconds = max(LEAST_MOVE_SECONDS, self.weights * devices / SLOWEST_MOVE)
+
+    def fits(self, free: float) -> bool:
+        """Whether a device with so many free bytes holds an engine with a cache for one row of the context length, and
+        the learner beside what a sleeping engine keeps.
+        """
+        asleep = not self._turns or free >= self.learner + ENGINE_PROGRAM + UNUSED
+        return asleep and self._cache(free) > self._least_cache
 
     def engine(self, *, free: float, total: float) -> EngineMemory | None:
-        """The engine's part of a device of `total` bytes of which `free` are free; None if nothing is left for its
-        cache, or if the learner does not fit beside what a sleeping engine keeps.
-        """
-        part = int(free) - self.beside - UNUSED
-        cache = part - self.weights - ENGINE_PROGRAM
-        if cache <= 0 or (self._turns and free < self.learner + ENGINE_PROGRAM + UNUSED):
+        """The engine's part of a device of `total` bytes of which `free` are free; None if they do not fit."""
+        if not self.fits(free):
             return None
-        return EngineMemory(utilization=math.floor(part / total * 1000) / 1000, cache_bytes=cache)
+        part = int(free) - self.beside - UNUSED
+        return EngineMemory(utilization=math.floor(part / total * 1000) / 1000, cache_bytes=self._cache(free))
+
+    def _cache(self, free: float) -> int:
+        return int(free) - self.beside - UNUSED - self.weights - ENGINE_PROGRAM
 
     def shortage(self, device: str, free: float, advice: str) -> UserInputError:
         """The error of a device that is too small for both."""
-        needed = max(self.beside + self.weights, self.learner) + ENGINE_PROGRAM + UNUSED
+        engine = self.weights + self._least_cache
+        needed = max(self.beside + engine, self.learner) + ENGINE_PROGRAM + UNUSED
+        away = ", with its base in host memory while the engine computes" if self.base_offload else ""
         return UserInputError(
             f"the learner and an engine share device {device}, which has {free / GIB:.1f} GiB free, and need more than "
-            f"{needed / GIB:.1f}: learner {self.learner / GIB:.1f}, engine {(self.weights + ENGINE_PROGRAM) / GIB:.1f} "
-            f"without a cache. {advice}, or offer one more device"
+            f"{needed / GIB:.1f}: learner {self.learner / GIB:.1f}{away}, engine "
+            f"{(engine + ENGINE_PROGRAM) / GIB:.1f} with a cache for one row. {advice}, or offer one more device"
         )
+
+
+def shared_memory(spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, free: float | None) -> SharedMemory:
+    """The division of a device. In turns the learner's base leaves it between updates only where they do not fit
+    otherwise, since each turn then moves it.
+
+    Args:
+        spec: The job's.
+        estimate: Of the learner's memory.
+        ranks: Processes that share the base.
+        free: Free bytes of the device; None if they are not known, where the base stays.
+    """
+
+    def division(*, base_offload: bool) -> SharedMemory:
+        return SharedMemory(
+            spec,
+            estimate,
+            ranks=ranks,
+            engine_rank=engine_rank(spec.inference.engine, spec.model.adapter.rank),
+            slots=spec.inference.adapter_slots + SPARE_SLOTS,
+            base_offload=base_offload,
+        )
+
+    staying = division(base_offload=False)
+    leaves = free is not None and spec.inference.sharing == "turns" and not staying.fits(free)
+    return division(base_offload=True) if leaves else staying

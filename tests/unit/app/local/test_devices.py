@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.program import run_program
@@ -19,8 +20,10 @@ from kestrl._app.local.devices import usable_devices
 from kestrl._app.local.rundir import RunDir
 from kestrl._app.local.site import local_devices, reserved_ports, site_of
 from kestrl._shared.plan.components import Component
+from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemoryPart
 from kestrl._shared.plan.planning import plan
-from kestrl._shared.spec import read_job
+from kestrl._shared.plan.site import Site
+from kestrl._shared.spec import AgentRLJob, read_job
 from kestrl._shared.spec.sft import read_sft_job
 from kestrl.errors import UserInputError
 
@@ -68,10 +71,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return install
 
 
-def planned(tmp_path: Path, *overrides: str) -> dict[str, Component]:
-    job = read_job(QUICKSTART, overrides)
+def planned_site(tmp_path: Path, job: AgentRLJob) -> Site:
     with reserved_ports(job, None) as ports:
-        site = site_of(
+        return site_of(
             job,
             RunDir(tmp_path / "run"),
             QUICKSTART.parent,
@@ -79,7 +81,11 @@ def planned(tmp_path: Path, *overrides: str) -> dict[str, Component]:
             cache_dir=tmp_path / "cache",
             devices=local_devices(job),
         )
-    return {component.name: component for component in plan(job, site)}
+
+
+def planned(tmp_path: Path, *overrides: str) -> dict[str, Component]:
+    job = read_job(QUICKSTART, overrides)
+    return {component.name: component for component in plan(job, planned_site(tmp_path, job))}
 
 
 def plan_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -223,6 +229,44 @@ def test_turns_need_host_memory_for_the_weights_of_a_sleeping_engine(
     assert planned(tmp_path, *NVIDIA), "both stay on the device"
 
 
+OF_8B = {MemoryPart.BASE: 15 * GIB, MemoryPart.ADAPTER: GIB // 6, MemoryPart.OPTIMIZER: GIB // 3}
+ACTIVE = {MemoryPart.ACTIVATIONS: 3 * GIB, MemoryPart.LOGPROBS: GIB, MemoryPart.PROGRAM: GIB // 2}
+
+
+def test_the_base_leaves_a_device_that_cannot_hold_the_weights_twice(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = MemoryEstimate(parts=OF_8B | ACTIVE, rows=1)
+    monkeypatch.setattr(memory, "cached_estimate", lambda *_: estimate)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {64 * 2**20} kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+
+    def learner_and_note(free: int) -> tuple[Any, str]:
+        machine(gpu(0, free=free))
+        job = read_job(QUICKSTART, (*TURNS, "model.dtype=bfloat16"))
+        site = planned_site(tmp_path, job)
+        assert site.devices is not None
+        (learner,) = (component for component in plan(job, site) if component.name == "learner-0")
+        return learner.settings, site.devices.notes[0]
+
+    learner, note = learner_and_note(48_000)
+    assert (learner.turns, learner.base_offload) == (True, False)
+    assert "base weights" not in note
+    learner, note = learner_and_note(32_000)
+    assert (learner.turns, learner.base_offload) == (True, True)
+    assert re.search(
+        r" the learner keeps 1\.1 on it .*, and 15\.0 of base weights in host memory, and the engine ", note
+    )
+    meminfo.write_text(f"MemAvailable: {40 * 2**20} kB\n")
+    message = (
+        r"3[0-9]\.[0-9] of them weights of the engine and 15\.0 the learner's base, and this machine has 40\.0 free"
+    )
+    with pytest.raises(UserInputError, match=message):
+        learner_and_note(32_000)
+    learner_and_note(48_000)
+
+
 def test_turns_are_refused_where_each_has_a_device(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0), gpu(1))
     with pytest.raises(UserInputError, match=r"^spec\.inference\.sharing: turns is for one device, and this machine "):
@@ -262,19 +306,40 @@ def test_a_device_that_is_too_small_for_both_is_refused_with_the_figures(machine
 
 def test_memory_that_is_not_reported_is_said(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0, total="[N/A]"))
-    job = read_job(QUICKSTART, NVIDIA)
-    with reserved_ports(job, None) as ports:
-        site = site_of(
-            job,
-            RunDir(tmp_path / "run"),
-            QUICKSTART.parent,
-            ports=ports,
-            cache_dir=tmp_path,
-            devices=local_devices(job),
-        )
+    site = planned_site(tmp_path, read_job(QUICKSTART, NVIDIA))
     assert site.devices is not None
     (note,) = site.devices.notes
     assert note.startswith("the learner shares nvidia device 0 with an engine, and its memory is not known")
+
+
+def test_a_die_is_used_in_turns_only_within_the_user_s_own_limit(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "cached_estimate", lambda *_: MemoryEstimate(parts=OF_8B | ACTIVE, rows=1))
+    machine(table=ASCEND_TABLE, ASCEND_RT_VISIBLE_DEVICES="1")
+    ascend = tuple(override.replace("nvidia", "ascend") for override in (*TURNS, "model.dtype=bfloat16"))
+    message = (
+        "spec.inference.sharing: turns divides ascend device 1, whose memory is not known here; set spec.inference.args"
+        ".gpu-memory-utilization to the engine's share, which leaves 17.6 GiB for what the learner keeps on it, or use "
+        "split"
+    )
+    with pytest.raises(UserInputError, match=f"^{re.escape(message)}$"):
+        planned(tmp_path, *ascend)
+    limited = read_job(QUICKSTART, (*ascend, "inference.args={gpu_memory_utilization: 0.5}"))
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {64 * 2**20} kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    site = planned_site(tmp_path, limited)
+    assert site.devices is not None
+    (note,) = site.devices.notes
+    assert note.startswith("the learner and an engine share ascend device 1 in turns, whose memory is not known; the ")
+    components = {component.name: component for component in plan(limited, site)}
+    assert visible(components, "ASCEND_RT_VISIBLE_DEVICES") == {"engine-0": "1", "learner-0": "1"}
+    assert "--enable-sleep-mode" in components["engine-0"].args
+    assert components["engine-0"].env["VLLM_SERVER_DEV_MODE"] == "1"
+    meminfo.write_text(f"MemAvailable: {16 * 2**20} kB\n")
+    with pytest.raises(UserInputError, match=r"turns keeps up to 3[0-9]\.[0-9] GiB in host memory"):
+        planned_site(tmp_path, limited)
 
 
 def test_the_plan_shows_the_devices(machine: Machine, tmp_path: Path) -> None:

@@ -22,13 +22,16 @@ from kestrl._shared.plan.settings.learner import EngineEntry
 from kestrl.api.inference.v1 import inference_pb2_grpc as istubs
 from kestrl.engines.vllm import Vllm
 from kestrl.episode import BASE_MODEL_NAME
+from kestrl.errors import KestrlError
 from kestrl_inference.engine import Engine
 from kestrl_inference.loaded_adapters import LoadedAdapters
 from kestrl_inference.servicer import EngineAgentServicer
 from kestrl_inference.sleeper import Sleeper
 from kestrl_inference.watch import Watch
+from kestrl_learner.concurrency import finished
 from kestrl_learner.engines import device_turns
 from kestrl_learner.model import adapters as learner_adapters
+from kestrl_learner.model.base_weights import BaseWeights
 from kestrl_learner.train.trainer import Trainer
 
 
@@ -139,6 +142,91 @@ async def test_the_engine_sleeps_during_each_update_and_its_probe(
         assert engine.sleeps == ["sleep", "wake"] * 4
         assert engine.disturbed == [], "nothing is loaded, sampled or verified while it sleeps"
         assert not engine.asleep
+
+
+class ObservedBase:
+    """Moves of the base, and whether the engine slept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: OracleEngine) -> None:
+        self.moves: list[tuple[str, bool]] = []
+        self.away = False
+        for name in ("leave", "come_back"):
+            self.observe(monkeypatch, engine, name)
+
+    def observe(self, monkeypatch: pytest.MonkeyPatch, engine: OracleEngine, name: str) -> None:
+        move = getattr(BaseWeights, name)
+
+        def observed(base: BaseWeights) -> None:
+            slept_before = engine.asleep
+            move(base)
+            self.away = base.away
+            self.moves.append((name, slept_before and engine.asleep))
+
+        monkeypatch.setattr(BaseWeights, name, observed)
+
+
+async def test_the_base_is_on_the_device_only_while_the_engine_sleeps(
+    staged: Any, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away_in_rollouts: list[bool] = []
+    async with staged(engines=0, turns=True, base_offload=True, eval_every=2) as stage:
+        async with shared_engine(stage) as (engine, entry):
+            observed, base = Observed(monkeypatch, engine), ObservedBase(monkeypatch, engine)
+            episode = stage.workers[0]._episode
+
+            def rolled_out(*arguments: Any) -> Any:
+                away_in_rollouts.append(base.away)
+                return episode(*arguments)
+
+            monkeypatch.setattr(stage.workers[0], "_episode", rolled_out)
+            async with running(stage.but(engines=(entry,), max_steps=3)):
+                pass
+        assert stage.summary["status"] == "succeeded"
+        assert stage.summary["failures"] == {}
+        assert observed.updates == [True] * 3
+        assert observed.probes == [True] * 4, "that of version 0 has a turn, too"
+        turns = len(engine.sleeps) // 2
+        assert engine.sleeps == ["sleep", "wake"] * turns
+        assert turns in {4, 5}, "the model is loaded in a turn, which that of version 0 may prolong"
+        assert base.moves == [("leave", True), *[("come_back", True), ("leave", True)] * 4]
+        assert len(away_in_rollouts) > 0
+        assert all(away_in_rollouts)
+        assert engine.disturbed == []
+
+
+async def test_a_run_whose_engine_does_not_start_says_so_before_it_loads_a_model(staged: Any, quick: None) -> None:
+    async with staged(engines=0, turns=True, base_offload=True, start_seconds=0.5) as stage:
+        async with shared_engine(stage) as (engine, entry):
+            engine.healthy = False
+            with pytest.raises(KestrlError, match="shares the learner's device has not started"):
+                async with running(stage.but(engines=(entry,), max_steps=1)):
+                    pass
+        assert engine.sleeps == []
+        assert stage.summary["status"] == "failed"
+
+
+async def test_what_computes_in_a_turn_ends_before_the_turn() -> None:
+    began, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def update() -> None:
+        began.set()
+        assert go_on.wait(10)
+        ended.append("update")
+
+    async def turn() -> None:
+        try:
+            await finished(update)
+        finally:
+            ended.append("turn")
+
+    task = asyncio.create_task(turn())
+    await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["update", "turn"]
 
 
 async def test_an_engine_that_dies_asleep_sleeps_again_and_the_run_goes_on(

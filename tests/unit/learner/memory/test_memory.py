@@ -124,6 +124,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Memory
     return {name: (step, peak) for (name, (_, step)), peak in zip(cases.items(), peaks, strict=True)}
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_token_of_an_engine_s_cache_is_counted(tmp_path: Path, dtype: str, size: int) -> None:
+    answer = estimate(asked(config_of(tmp_path, layers=2), dtype=dtype))
+    assert answer.cached_token == 2 * 2 * 2 * 64 * size, "keys and values of 2 layers with 2 heads of 64"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_within_its_margin_of_the_measured_peak(
     name: str, measured: dict[str, tuple[MemorySettings, int]]

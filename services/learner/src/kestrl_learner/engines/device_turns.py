@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from kestrl.api.inference.v1 import inference_pb2 as pb
-from kestrl.errors import KestrlError
+from kestrl.errors import Boundary, KestrlError
+from kestrl_learner.concurrency import Signal
 from kestrl_learner.engines.known_engine import KnownEngine
-from kestrl_learner.train.compute import release_cache
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 30.0
 """How long engines sleep on after a learner that has died."""
 
 
+class EngineNotStarted(KestrlError):
+    """An engine that shares the learner's device does not start, so that neither can compute."""
+
+    boundary = Boundary.ENGINE
+    code = "engine_not_started"
+
+
 @asynccontextmanager
-async def device_turn(engines: Sequence[KnownEngine], device: str, *, seconds: float) -> AsyncGenerator[None]:
-    """Lets engines sleep within the context, and gives memory that torch keeps back at its end. Their watch wakes them.
+async def device_turn(engines: Sequence[KnownEngine], *, seconds: float) -> AsyncGenerator[None]:
+    """Lets engines sleep within the context. Their watch wakes them.
 
     Args:
         engines: The engines that share the device.
-        device: The device, as torch names its kind.
         seconds: Time limit for running requests to end and for an engine that is being started.
 
     Raises:
@@ -37,7 +43,27 @@ async def device_turn(engines: Sequence[KnownEngine], device: str, *, seconds: f
     finally:
         keeping.cancel()
         await asyncio.wait([keeping])
-        release_cache(device)
+
+
+async def started(engines: Sequence[KnownEngine], changed: Signal, *, seconds: float) -> None:
+    """Waits until the server of every engine has answered its agent: before, none can be asked to sleep.
+
+    Args:
+        engines: As their watch observes them.
+        changed: Notified of what it observes.
+        seconds: Time limit.
+
+    Raises:
+        EngineNotStarted: One cannot start, or did not in time.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await changed.wait_for(
+                lambda: all(engine.started for engine in engines) or any(engine.cannot_start for engine in engines)
+            )
+    if any(engine.cannot_start or not engine.started for engine in engines):
+        states = "; ".join(str(engine) for engine in engines)
+        raise EngineNotStarted(f"an engine that shares the learner's device has not started ({states})")
 
 
 async def _sleep(engines: Sequence[KnownEngine], seconds: float) -> None:

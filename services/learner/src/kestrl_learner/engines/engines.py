@@ -31,13 +31,13 @@ from kestrl.episode import PolicyVersion
 from kestrl.episode.codec import failure_from_proto, policy_from_proto, policy_to_proto
 from kestrl.errors import Boundary, Failure, FailureError, KestrlError, PlaceError
 from kestrl.runstate.events import EnginesObserved, VersionPublished
-from kestrl.runstate.state import EngineBuild, EngineReport
+from kestrl.runstate.state import EngineReport
 from kestrl.runstate.states import EngineState
 from kestrl_learner.concurrency import Listeners, Signal
 from kestrl_learner.engines.admission import EngineLoad
-from kestrl_learner.engines.device_turns import device_turn
+from kestrl_learner.engines.device_turns import device_turn, started
 from kestrl_learner.engines.discovery import EngineDiscovery, discovery_of
-from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure, reported_work
+from kestrl_learner.engines.known_engine import KnownEngine, LoadFailure, reported_build, reported_load, reported_work
 from kestrl_learner.engines.proofs import Proofs
 from kestrl_learner.engines.serving import Serving
 from kestrl_learner.progress.progress import Progress
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 CALL_SECONDS = 10.0
 LOAD_SECONDS = 120.0
-LONGEST_BUILD = 100
-"""Characters of an engine's name or version."""
 STRAGGLER_SECONDS = 15.0
 """How long a publication waits for further engines once one has verified it; the others join later."""
 BACKOFF = Backoff(2.0, 60.0)
@@ -118,11 +116,15 @@ class Engines:
                 engine.wake.set()
 
     @asynccontextmanager
-    async def asleep(self, device: str) -> AsyncGenerator[None]:
-        """The learner's turn on a device that the engines use in turns with it; raises what `device_turn` does."""
+    async def asleep(self) -> AsyncGenerator[None]:
+        """The learner's turn on a device that the engines use in turns with it; raises what `started` and `device_turn`
+        do.
+        """
+        await self._changed.wait_for(lambda: self._known)
+        await started(self._known, self._changed, seconds=self._start_seconds)
         self._device_taken = True
         try:
-            async with device_turn(self._known, device, seconds=self._start_seconds):
+            async with device_turn(self._known, seconds=self._start_seconds):
                 yield
         finally:
             self._device_taken = False
@@ -307,19 +309,7 @@ class Engines:
         engine.unproved = {
             name: failure_from_proto(item.failure) for name, item in loaded_policies.items() if item.HasField("failure")
         }
-        engine.load = EngineLoad(
-            kv_usage=answer.load.kv_usage,
-            running=answer.load.running,
-            waiting=answer.load.waiting,
-            preemptions=answer.load.preemptions,
-        )
-        if answer.HasField("build"):
-            build = answer.build
-            engine.build = EngineBuild(
-                engine=build.engine[:LONGEST_BUILD],
-                version=build.version[:LONGEST_BUILD],
-                witness=build.witness[:LONGEST_BUILD],
-            )
+        engine.load, engine.build = reported_load(answer), reported_build(answer) or engine.build
         if (work := reported_work(answer)) is not None:
             self._progress.work.observe(engine.entry.name, work)
         if answer.HasField("idle") and engine.up:
@@ -357,7 +347,7 @@ class Engines:
         if self._device_taken:
             return
         try:
-            await engine.ask(engine.stub.WakeEngine, pb.WakeEngineRequest(), pb.WakeEngineResponse, LOAD_SECONDS)
+            await engine.ask(engine.stub.WakeEngine, pb.WakeEngineRequest(), pb.WakeEngineResponse, self._start_seconds)
         except KestrlError as error:
             log.error("%s was not woken, retrying: %s", engine.entry.name, error)
         else:

@@ -20,6 +20,8 @@ from kestrl.runstate.work import EngineWork
 from kestrl_learner.engines.admission import EngineLoad
 
 Answer = TypeVar("Answer")
+LONGEST_BUILD = 100
+"""Characters of an engine's name or version."""
 LONGEST_REASON = 500
 STORAGE_AWAY = frozenset({StorageInaccessible.code, StorageUnavailable.code})
 """Codes of failures to fetch a version that say nothing of the version or the engine."""
@@ -106,11 +108,19 @@ class KnownEngine:
         failed = self.load_failures.get(name)
         return failed.failure if failed is not None and failed.failure.code in STORAGE_AWAY else None
 
+    @property
+    def started(self) -> bool:
+        """Whether its server has answered its agent since the agent began to watch it."""
+        return self.state not in {None, EngineState.STARTING}
+
+    @property
+    def cannot_start(self) -> bool:
+        """Whether its agent says that it never will."""
+        return self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable
+
     def hopeless(self, name: str) -> bool:
         """Whether the engine will never serve a version: it cannot load it or cannot start at all."""
-        if self.failure is not None and self.failure.code == engine_failure.CODE and not self.failure.retryable:
-            return True
-        return name in self.load_failures and not self.load_failures[name].failure.retryable
+        return self.cannot_start or (name in self.load_failures and not self.load_failures[name].failure.retryable)
 
     def snapshot(self) -> tuple[Any, ...]:
         """The part of the state whose changes are published."""
@@ -167,6 +177,24 @@ class KnownEngine:
             self.failure and str(self.failure)
         )
         return f"{self.entry.name}: {reason or self.state or 'its agent has not answered'}"
+
+
+def reported_load(answer: pb.GetEngineResponse) -> EngineLoad:
+    """The load of an engine, as its agent reports it."""
+    load = answer.load
+    return EngineLoad(kv_usage=load.kv_usage, running=load.running, waiting=load.waiting, preemptions=load.preemptions)
+
+
+def reported_build(answer: pb.GetEngineResponse) -> EngineBuild | None:
+    """What answered the last verification, as the agent reports it; None before the first."""
+    if not answer.HasField("build"):
+        return None
+    build = answer.build
+    return EngineBuild(
+        engine=build.engine[:LONGEST_BUILD],
+        version=build.version[:LONGEST_BUILD],
+        witness=build.witness[:LONGEST_BUILD],
+    )
 
 
 def reported_work(answer: pb.GetEngineResponse) -> EngineWork | None:

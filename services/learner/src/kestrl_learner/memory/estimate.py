@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kestrl._shared.checking import Facts, run_check
 from kestrl._shared.plan.memory import MemoryEstimate, MemoryPart, MemorySettings
@@ -187,7 +187,16 @@ def estimate(settings: MemorySettings) -> MemoryEstimate:
         rows=sum(len(piece.rows) for piece in pieces),
         host=model.host,
         layers=len(layers_of(model.network)),
+        cached_token=cached_token(model.network.config),
     )
+
+
+def cached_token(config: PretrainedConfig) -> int:
+    """Bytes of the keys and values of a token in all layers; of families with a smaller cache, a bound."""
+    text: Any = config.get_text_config()
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * keys * width * text.dtype.itemsize
 
 
 def longest_group(settings: MemorySettings) -> TrainGroup:

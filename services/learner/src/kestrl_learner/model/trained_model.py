@@ -29,6 +29,7 @@ from kestrl_learner.batch import kernels, packing
 from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
 from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
+from kestrl_learner.model.base_weights import BaseWeights
 from kestrl_learner.model.checkpointing import checkpoint_layers
 from kestrl_learner.model.head import logits_at_once, token_logprobs
 from kestrl_learner.ranks.group import RankGroup
@@ -105,6 +106,7 @@ class TrainedModel(ABC):
         self._kernel = self._sharing_kernel() if self._packs else None
         self._shares_prompts = not gradient_checkpointing and self._kernel is None
         """Whether a prompt is computed in a call of its own, and its cache repeated."""
+        self.base_weights = BaseWeights(self.network, self.device)
 
     def _refuse_config(self, config: Any, path: str) -> None:
         """Raises UserInputError if the configuration is that of a model which is not trained."""

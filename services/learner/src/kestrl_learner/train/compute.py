@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from kestrl._shared.plan.settings.learner import LearnerSettings
 from kestrl._shared.plan.sft import SFTSettings
 from kestrl.algorithms import Algorithm
 from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.concurrency import finished
 from kestrl_learner.model.adapters import AdapterSource, load_policy
 from kestrl_learner.model.policy_model import PolicyModel
 from kestrl_learner.ranks.group import RankGroup
@@ -31,6 +33,11 @@ def release_cache(device: str) -> None:
     """Gives memory that torch keeps for later tensors back to a device."""
     if device != "cpu":
         torch.accelerator.empty_cache()
+
+
+def leaves_device(settings: ComputeSettings) -> bool:
+    """Whether the base is in host memory between the learner's turns."""
+    return isinstance(settings, LearnerSettings) and settings.base_offload
 
 
 class TrainerSteps(Protocol):
@@ -63,6 +70,27 @@ class Compute(Protocol):
             steps: Steps of the whole run.
         """
         ...
+
+    def take_device(self) -> None:
+        """Begins a turn on a device that engines use in turns with the learner: brings the base back to it."""
+        ...
+
+    def leave_device(self) -> None:
+        """Ends a turn: moves the base to host memory if it does not stay, and gives memory back that torch keeps.
+
+        Raises:
+            PlaceError: Host memory does not hold the base.
+        """
+        ...
+
+    @asynccontextmanager
+    async def on_device(self) -> AsyncGenerator[None]:
+        """A turn within the context: what computes in it must have ended with it."""
+        try:
+            await finished(self.take_device)
+            yield
+        finally:
+            await finished(self.leave_device)
 
 
 class RankWork:
@@ -127,18 +155,30 @@ class RankWork:
     def score(self, token_ids: Sequence[int], adapter: bool) -> list[float]:
         return self.model.score(token_ids, adapter=adapter)
 
+    def take_device(self) -> None:
+        self.model.base_weights.come_back()
+
+    def leave_device(self) -> None:
+        assert self._settings is not None, "the model is loaded first"
+        self.model.network.zero_grad(set_to_none=True)  # an update leaves its gradients
+        if leaves_device(self._settings):
+            self.model.base_weights.leave()
+        release_cache(self._settings.device)
+
 
 def cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-class OneProcess:
+class OneProcess(Compute):
     """The model and its trainer in this process."""
 
     def __init__(self, settings: ComputeSettings) -> None:
         self._work = RankWork()
         self._work.load(settings)
+        if leaves_device(settings):
+            self.leave_device()
 
     @property
     def model(self) -> PolicyModel:
@@ -148,8 +188,14 @@ class OneProcess:
         self._work.train(steps)
         return self._work.trainer
 
+    def take_device(self) -> None:
+        self._work.take_device()
 
-class OnRanks:
+    def leave_device(self) -> None:
+        self._work.leave_device()
+
+
+class OnRanks(Compute):
     """The model and its trainer on several ranks.
 
     Args:
@@ -167,6 +213,12 @@ class OnRanks:
     def trainer(self, steps: int) -> TrainerSteps:
         self._order("train", steps)
         return _StepsOnRanks(self._order, self._work.trainer.algorithm)
+
+    def take_device(self) -> None:
+        self._order("take_device")
+
+    def leave_device(self) -> None:
+        self._order("leave_device")
 
 
 class _ModelOnRanks:

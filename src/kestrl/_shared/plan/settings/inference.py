@@ -8,6 +8,8 @@ from typing import Self
 
 from kestrl._shared.plan.settings.common import INDEX_VARIABLE, REPLICA_VARIABLE, ServiceSettings
 
+LEAST_MOVE_SECONDS = 60.0
+"""Time in which even a small engine may move its weights: an engine that does other work answers late."""
 POD = "{pod}"
 """What the name of an agent's pod replaces in `reported_url`."""
 
@@ -41,6 +43,8 @@ class AgentSettings(ServiceSettings):
     poll_seconds: float = 1.0
     turns: bool = False
     """Whether the engine gives its device to the learner for each update."""
+    move_seconds: float = LEAST_MOVE_SECONDS
+    """Longest time in which its weights move between its devices and host memory."""
     drain_seconds: float = 120.0
     """Longest time that running turns have after SIGTERM."""
 

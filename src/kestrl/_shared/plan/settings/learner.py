@@ -145,6 +145,8 @@ class LearnerSettings(ServiceSettings, PolicySettings, RanksOfPods):
     """`dns://host:port` of which each address is an engine's agent, in place of `engines`."""
     turns: bool = False
     """Whether the engines give their device to the learner for each update."""
+    base_offload: bool = False
+    """Whether the base is kept in host memory while the engines have the device."""
     adapter_slots: int
     """Maximum number of versions in every engine."""
     gap_bounds: GapBounds

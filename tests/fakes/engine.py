@@ -125,6 +125,8 @@ class FakeEngine:
     aborted_tokens: int | None = 3
     """Tokens that an aborted request has; None for a server without the route."""
     can_sleep: bool = True
+    move_seconds: float = 0.0
+    """Time in which it moves its weights to and from host memory."""
     wakes: bool = True
     """Whether it wakes when it answers that it does."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -366,6 +368,7 @@ class FakeEngine:
         if refusal := self._refusal(request, self.control_key or self.key):
             return refusal
         assert dict(request.query) == {"level": "1", "mode": "wait"}
+        await asyncio.sleep(self.move_seconds)
         self.asleep = True
         self.sleeps.append("sleep")
         return web.json_response({"status": "sleeping", "level": 1})
@@ -373,6 +376,7 @@ class FakeEngine:
     async def _wake(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request, self.control_key or self.key):
             return refusal
+        await asyncio.sleep(self.move_seconds)
         self.asleep = self.asleep and not self.wakes
         self.sleeps.append("wake")
         return web.json_response({"status": "awake", "tags": None})

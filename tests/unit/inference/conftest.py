@@ -280,7 +280,13 @@ async def make_stage(engine: Fake, tmp_path: Path) -> AsyncIterator[MakeStage]:
 
         async def make(**changes: Any) -> Stage:
             settings = agent_settings(engine, tmp_path, **changes)
-            client = Engine(settings.engine_url, BASE_MODEL_NAME, Vllm(), timeout=settings.load_seconds)
+            client = Engine(
+                settings.engine_url,
+                BASE_MODEL_NAME,
+                Vllm(),
+                timeout=settings.load_seconds,
+                move_seconds=settings.move_seconds,
+            )
             stack.push_async_callback(client.close)
             adapters = LoadedAdapters(settings, client)
             adapters.prepare()

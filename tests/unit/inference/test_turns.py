@@ -146,6 +146,25 @@ async def test_an_engine_that_falls_asleep_slowly_keeps_the_learner_s_turn(turns
     assert turns.engine.asleep
 
 
+async def test_weights_may_move_for_longer_than_a_call_takes(make_stage: Any, engine: Any) -> None:
+    engine.turns, engine.move_seconds = 0, 0.6
+    stage = await make_stage(turns=True, load_seconds=0.4, move_seconds=30.0)
+    await stage.look()
+    await stage.sleep()
+    assert engine.asleep
+    await stage.wake()
+    assert engine.sleeps == ["sleep", "wake"]
+
+
+async def test_an_engine_that_moves_its_weights_for_too_long_is_ended(make_stage: Any, engine: Any) -> None:
+    engine.turns, engine.move_seconds = 0, 30.0
+    stage = await make_stage(turns=True, move_seconds=0.2)
+    await stage.look()
+    with pytest.raises(KestrlError, match=r"POST /sleep\?level=1&mode=wait: no answer in 0.2 s"):
+        await stage.sleep()
+    await asyncio.wait_for(engine.ended.wait(), 5)
+
+
 async def test_the_learner_may_return_the_device_before_it_has_it(turns: Any) -> None:
     turns.engine.turns = 1
     falling = asyncio.create_task(turns.sleep())

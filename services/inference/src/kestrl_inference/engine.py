@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import aiohttp
 
+from kestrl._shared.plan.settings.inference import LEAST_MOVE_SECONDS
 from kestrl._shared.telemetry import trace_headers
 from kestrl.engines import POLICY_HEADER, EngineDialect, Generate, Generated, Load, Metrics, Request, SleepRoutes, Work
 from kestrl.errors import EngineFailure
@@ -78,10 +79,27 @@ class Pulse:
 
 
 class Engine:
-    """Client of one engine on loopback or in the same pod."""
+    """Client of one engine on loopback or in the same pod.
 
-    def __init__(self, url: str, base_model: str, dialect: EngineDialect, *, timeout: float) -> None:
+    Args:
+        url: Of its server.
+        base_model: Name under which it serves the base model.
+        dialect: Its dialect.
+        timeout: Time limit of a call in seconds.
+        move_seconds: Time limit of a sleep and of a wake-up, which move its weights.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        base_model: str,
+        dialect: EngineDialect,
+        *,
+        timeout: float,
+        move_seconds: float = LEAST_MOVE_SECONDS,
+    ) -> None:
         self._url, self._base, self._timeout = url.rstrip("/"), base_model, timeout
+        self._move_seconds = move_seconds
         self.dialect = dialect
         key = os.environ.get(CONTROL_KEY, "")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -98,18 +116,26 @@ class Engine:
         if self._session is not None:
             await self._session.close()
 
-    async def _call(self, request: Request, *, seconds: float | None = None) -> bytes:
-        """Body of the answer to one request; raises what `_answer` does."""
-        return (await self._answer(request, seconds=seconds))[0]
+    async def _call(self, request: Request, *, seconds: float | None = None, moves: bool = False) -> bytes:
+        """Body of the answer to one request; arguments and what is raised as of `_answer`."""
+        return (await self._answer(request, seconds=seconds, moves=moves))[0]
 
-    async def _answer(self, request: Request, *, seconds: float | None = None) -> tuple[bytes, Mapping[str, str]]:
+    async def _answer(
+        self, request: Request, *, seconds: float | None = None, moves: bool = False
+    ) -> tuple[bytes, Mapping[str, str]]:
         """Sends one request; returns the answer's body and headers.
+
+        Args:
+            request: What is sent.
+            seconds: A time limit below that of every call.
+            moves: Whether the engine moves its weights before it answers.
 
         Raises:
             EngineRefused: An answer other than 2xx.
             EngineFailure: No answer: code `engine_unreachable` or `BUSY`.
         """
-        limit = self._timeout if seconds is None else min(seconds, self._timeout)
+        longest = self._move_seconds if moves else self._timeout
+        limit = longest if seconds is None else min(seconds, longest)
         call = f"{request.method} {request.path}"
         try:
             async with self._client().request(
@@ -212,11 +238,11 @@ class Engine:
             EngineRefused: It cannot sleep.
             EngineFailure: No answer.
         """
-        await self._call(self._sleep_routes().sleep)
+        await self._call(self._sleep_routes().sleep, moves=True)
 
     async def wake(self) -> None:
         """Has the engine take its memory again. Raises what `sleep` does."""
-        await self._call(self._sleep_routes().wake)
+        await self._call(self._sleep_routes().wake, moves=True)
 
     async def sleeping(self) -> bool:
         """Whether the engine sleeps. Raises what `sleep` does."""

@@ -25,7 +25,13 @@ async def run_agent(settings: AgentSettings) -> None:
         UserInputError: The folder of adapters cannot be used, or the port is taken.
     """
     dialect = DIALECTS[settings.engine]
-    engine = Engine(settings.engine_url, BASE_MODEL_NAME, dialect, timeout=settings.load_seconds)
+    engine = Engine(
+        settings.engine_url,
+        BASE_MODEL_NAME,
+        dialect,
+        timeout=settings.load_seconds,
+        move_seconds=settings.move_seconds,
+    )
     adapters = LoadedAdapters(settings, engine)
     adapters.prepare()
     failure_file = None if settings.failure_file is None else Path(settings.failure_file)

@@ -13,9 +13,12 @@ import pytest
 import yaml
 
 from .cluster.client import Cluster, Object
-from .cluster.commands import eventually
+from .cluster.commands import CommandFailed, eventually
 from .cluster.host_server import HostServer, Request, Response
-from .installation import JOB, ROOT, Installation, condition, small
+from .cluster.kit import keda_folder
+from .installation import JOB, ROOT, Installation, condition, is_true, newest_adapter, small
+from .jobs.test_kueue_objects import is_established
+from .test_job import engines_of_newest_step, trained_once
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NAME = "elastic"
@@ -26,22 +29,23 @@ NEVER: dict[str, Any] = {"profile": "nvidia", "count": 64}
 """The accelerator of engines that never start: only their number matters here."""
 
 
+def documented(kind: str) -> list[Object]:
+    """The objects of a kind in docs/operations.md."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for block in map(yaml.safe_load, blocks) if block.get("kind") == kind]
+
+
 def autoscaler(kind: str, target: str, least: int, most: int) -> Object:
     """The autoscaler of docs/operations.md for a kind, with another object, other bounds, and no wait before it scales
     down."""
-    blocks = re.findall(
-        r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    (documented,) = [
-        block
-        for block in map(yaml.safe_load, blocks)
-        if block.get("kind") == "HorizontalPodAutoscaler" and block["spec"]["scaleTargetRef"]["kind"] == kind
-    ]
-    spec = documented["spec"]
+    autoscalers = documented("HorizontalPodAutoscaler")
+    (example,) = [item for item in autoscalers if item["spec"]["scaleTargetRef"]["kind"] == kind]
+    spec = example["spec"]
     spec["scaleTargetRef"]["name"] = target
     behavior = {"scaleDown": {"stabilizationWindowSeconds": 0}}
     return {
-        **documented,
+        **example,
         "metadata": {"name": NAME},
         "spec": {**spec, "minReplicas": least, "maxReplicas": most, "behavior": behavior},
     }
@@ -179,6 +183,76 @@ def test_an_autoscaler_moves_a_jobs_engines_by_their_queue_within_the_range(
         eventually("the operator sets the most of the range", lambda: out_of_range(cluster, namespace), 90)
         seen = cluster.get("horizontalpodautoscaler", NAME, namespace)
         assert condition(seen, "ScalingActive")[:2] == ("True", "ValidMetricFound")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_an_autoscaler_moves_the_engines_of_a_running_job_without_a_lost_step(
+    installation: Installation, metrics: MetricsAdapter
+) -> None:
+    """One engine joins a job that trains, and leaves it. A suspended job has none, and the autoscaler adds none."""
+    cluster, name = installation.cluster, f"{NAME}-inference"
+    replicas = {"min": 1, "max": 2}
+    with installation.place(NAME) as namespace:
+
+        def engines(count: int) -> None:
+            cluster.wait_for(
+                "statefulset", name, lambda body: body["status"].get("replicas", 0) == count, namespace, seconds=200
+            )
+
+        def trains_on() -> None:
+            step = newest_adapter(installation, NAME)
+            installation.wait_for_adapter(NAME, namespace, step + 2, 300)
+
+        def sampled_by_two() -> bool:
+            return "engine-1" in engines_of_newest_step(installation, NAME)
+
+        job = small(NAME, data__train__size=4000, schedule__maxSteps=1000, inference__replicas=replicas)
+        cluster.apply(job, namespace)
+        installation.wait_for_adapter(NAME, namespace, 1, 500)
+        begun = {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}
+        metrics.waiting = 32
+        cluster.apply(autoscaler("StatefulSet", name, 1, 2), namespace)
+        eventually("the second engine samples", sampled_by_two, 500)
+        trains_on()
+        assert begun < {pod["metadata"]["uid"] for pod in cluster.list("pods", namespace)}, "no pod was replaced"
+
+        metrics.waiting = 0
+        engines(1)
+        trains_on()
+        assert trained_once(installation, NAME)
+        metrics.waiting = 32
+        engines(2)
+
+        cluster.patch(JOB, NAME, {"spec": {"suspend": True}}, namespace)
+        installation.wait(NAME, namespace, is_true("Suspended"), 300)
+        cluster.wait_for(
+            "horizontalpodautoscaler",
+            NAME,
+            lambda found: condition(found, "ScalingActive")[1] == "ScalingDisabled",
+            namespace,
+            seconds=90,
+        )
+        assert cluster.get("statefulset", name, namespace)["spec"]["replicas"] == 0
+
+
+def test_kedas_definition_takes_the_documented_scaled_object(control_plane: Cluster) -> None:
+    definition = keda_folder() / "config/crd/bases/keda.sh_scaledobjects.yaml"
+    control_plane.apply(definition.read_text())
+    try:
+        control_plane.wait_for("customresourcedefinition", "scaledobjects.keda.sh", is_established)
+        (scaled,) = documented("ScaledObject")
+        with control_plane.namespace(NAME) as namespace:
+            place = {**scaled, "metadata": {"name": NAME}}
+            control_plane.apply(place, namespace)
+            wrong = {**place, "spec": {**scaled["spec"], "minReplicas": 2}}
+            with pytest.raises(CommandFailed, match="minReplicas"):
+                control_plane.apply(wrong, namespace)
+            bounds = {"minReplicaCount": 9, "maxReplicaCount": 8}
+            with pytest.raises(CommandFailed, match="must be less than or equal to maxReplicaCount"):
+                control_plane.apply({**place, "spec": {**scaled["spec"], **bounds}}, namespace)
+    finally:
+        control_plane.delete("customresourcedefinition", "scaledobjects.keda.sh")
 
 
 def out_of_range(cluster: Cluster, namespace: str) -> bool:

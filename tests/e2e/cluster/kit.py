@@ -16,6 +16,8 @@ from .commands import run
 SOURCES = Path(__file__).parents[1] / "kit"
 KUEUE = SOURCES / "kueue"
 """The module of Kueue's manager, and the script that builds it."""
+KEDA = SOURCES / "keda"
+"""A module that requires KEDA's, for its definitions."""
 KEYED = ("go.mod", "go.sum", "build", "kubernetes/main.go", "coredns/main.go")
 """The files that `build` names the folder by, in its order."""
 COMPLETE = ".complete"
@@ -75,3 +77,8 @@ def build_kueue() -> Path:
 def kueue_folder() -> Path:
     """The folder of Kueue's module, with its definitions and manifests."""
     return module_folder("sigs.k8s.io/kueue", KUEUE)
+
+
+def keda_folder() -> Path:
+    """The folder of KEDA's module, with its definitions."""
+    return module_folder("github.com/kedacore/keda/v2", KEDA)

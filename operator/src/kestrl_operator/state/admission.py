@@ -31,6 +31,9 @@ ADMITTED, EVICTED, FINISHED, PODS_READY, QUOTA_RESERVED, REQUEUED = (
 NOTHING: Object = {}
 REQUEUES = frozenset({"Preempted", "NodeFailures"})
 """Reasons of an eviction after which the Workload queues again at once."""
+DEACTIVATED = "Deactivated"
+"""Reason of the eviction of a Workload whose `spec.active` is false; Kueue appends why it set that itself, as in
+`DeactivatedDueToAdmissionCheck`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,19 @@ class QuotaRequest:
     pod_sets: Sequence[Object]
     digest: str
     """Digest of queue and pod sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckState:
+    """An admission check of a Workload."""
+
+    name: str
+    state: str
+    """Pending, Ready, Retry or Rejected."""
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.state}{self.message and f': {self.message}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +79,7 @@ class WorkloadAdmission:
     cluster_queue: str = ""
     flavors: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     """ResourceFlavors by pod set."""
+    checks: Sequence[CheckState] = ()
     updates: Mapping[str, Sequence[Placement]] = field(default_factory=dict[str, Sequence[Placement]])
     """What admission checks add, by pod set."""
 
@@ -73,6 +90,17 @@ class WorkloadAdmission:
     def has(self, kind: str) -> bool:
         """Whether a condition is true."""
         return self.condition(kind).get("status") == "True"
+
+    @property
+    def eviction(self) -> str:
+        """Why Kueue takes or took the quota back; empty if it does not."""
+        condition = self.condition(EVICTED)
+        return f"{condition.get('reason', '')}: {condition.get('message', '')}" if self.has(EVICTED) else ""
+
+    @property
+    def unfinished_checks(self) -> Sequence[CheckState]:
+        """Admission checks that are not ready."""
+        return [check for check in self.checks if check.state != "Ready"]
 
     @property
     def lets_run(self) -> bool:
@@ -114,8 +142,9 @@ def admission_of(body: Object) -> WorkloadAdmission:
     """The typed form of a Workload."""
     metadata, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     granted: Object = status.get("admission") or NOTHING
+    checks: Sequence[Object] = status.get("admissionChecks") or ()
     updates: dict[str, list[Placement]] = {}
-    for check in status.get("admissionChecks") or ():
+    for check in checks:
         for update in check.get("podSetUpdates") or ():
             entry = Placement(
                 update.get("nodeSelector") or {},
@@ -138,5 +167,6 @@ def admission_of(body: Object) -> WorkloadAdmission:
             assignment["name"]: sorted(set((assignment.get("flavors") or NOTHING).values()))
             for assignment in granted.get("podSetAssignments", ())
         },
+        checks=[CheckState(check["name"], check["state"], check.get("message", "")) for check in checks],
         updates=updates,
     )

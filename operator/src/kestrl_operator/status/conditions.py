@@ -49,8 +49,9 @@ CREDENTIAL_REFUSED = "CredentialRefused"
 LONGEST_MESSAGE = 4096
 """Maximum characters of a message, an eighth of what the CRD allows: a status of twelve such messages is still a small
 object."""
-QUEUED = frozenset({"Waiting", "Inactive", "Refused"})
-"""Reasons of QuotaReserved of a job that does not run for lack of quota."""
+CHECKING = "Checking"
+QUEUED = frozenset({"Waiting", "Inactive", "Refused", CHECKING})
+"""Reasons of QuotaReserved of a job that does not run since its queue has not admitted it."""
 LOST: Mapping[str, str] = {
     "OOMKilled": "A container used more memory than it may, and was killed; the message names it.",
     "NodeNotReady": "The node of a pod does not answer Kubernetes; the message names both.",
@@ -68,7 +69,14 @@ REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.QUOTA_RESERVED: {
         "Admitted": "Its queue has admitted the whole job, or every pod of it.",
         "Waiting": "It waits in its queue.",
-        "Inactive": "Its Workload is deactivated, and waits until an administrator activates it again.",
+        CHECKING: (
+            "Its quota is reserved, and no pod runs yet: an admission check of its queue is not ready. The message "
+            "names the check, with what that says."
+        ),
+        "Inactive": (
+            "Its Workload is deactivated, by an administrator or since Kueue gave up, as after an admission check that "
+            "rejected it; the message says why, and how the job queues again."
+        ),
         "Draining": (
             "Its queue takes the quota back, or the job needs another one: rollouts end, the learner checkpoints, and "
             "the pods go. Then it waits in its queue again."
@@ -217,6 +225,7 @@ SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
     Type.QUOTA_RESERVED: {
         "Admitted": "Its queue has admitted it.",
         "Waiting": "Its Job is suspended and waits in its queue; the message is Kueue's.",
+        CHECKING: REASONS[Type.QUOTA_RESERVED][CHECKING],
         "Inactive": REASONS[Type.QUOTA_RESERVED]["Inactive"],
         "Draining": "Its queue takes the quota back: the program ends after a checkpoint, and waits again.",
         "Refused": "There is no such priority class.",

@@ -14,7 +14,7 @@ from kestrl._shared.plan.planning import group_seconds
 from kestrl._shared.spec.job import JobSpec
 from kestrl.runstate.states import RunPhase
 from kestrl_operator.state.snapshot import NOTHING, Memory, Snapshot, seconds_of
-from kestrl_operator.status.conditions import ConditionStatus, Type
+from kestrl_operator.status.conditions import CHECKING, ConditionStatus, Type
 from kestrl_operator.status.failures import (
     backoff,
     end_by_failure,
@@ -114,10 +114,11 @@ def has_ended(snapshot: Snapshot) -> bool:
 
 
 def running_since(snapshot: Snapshot) -> float | None:
-    """When it last began to run; None while it is suspended or its queue has no quota for it, since the deadline of a
+    """When it last began to run; None while it is suspended or its queue has not admitted it, since the deadline of a
     suspended job does not run, like a Kubernetes Job's.
     """
-    queued = snapshot.quota is not None and snapshot.condition(Type.QUOTA_RESERVED)[0] == ConditionStatus.FALSE
+    status, reason = snapshot.condition(Type.QUOTA_RESERVED)
+    queued = snapshot.quota is not None and (status == ConditionStatus.FALSE or reason == CHECKING)
     if queued or snapshot.condition(Type.SUSPENDED)[0] == ConditionStatus.TRUE:
         return None
     return seconds_of(snapshot.status.get("startedAt"))

@@ -9,6 +9,7 @@ from typing import Any
 
 from kestrl_operator.state.admission import (
     ADMITTED,
+    DEACTIVATED,
     EVICTED,
     FINISHED,
     PODS_READY,
@@ -20,7 +21,7 @@ from kestrl_operator.state.admission import (
 )
 from kestrl_operator.state.cluster import replicas
 from kestrl_operator.state.snapshot import Snapshot
-from kestrl_operator.status.conditions import NOT_OBSERVED, ConditionStatus, Observation, Type
+from kestrl_operator.status.conditions import CHECKING, NOT_OBSERVED, ConditionStatus, Observation, Type
 from kestrl_operator.status.lifecycle import Decision, Stage
 
 
@@ -95,6 +96,8 @@ def released(admission: WorkloadAdmission, now: float) -> Mapping[str, Any]:
     """The status by which an evicted Workload gives its quota back, as Kueue's own integrations write it."""
     eviction = admission.condition(EVICTED)
     reason, message = eviction.get("reason", ""), eviction.get("message", "")
+    if reason.startswith(DEACTIVATED):
+        reason = DEACTIVATED  # the only one of its kind after which an activated Workload queues again
     requeues = "True" if reason in REQUEUES else "False"
     changes = {
         QUOTA_RESERVED: ("False", "Pending", message),
@@ -162,13 +165,32 @@ def _answer(snapshot: Snapshot, quota: Quota, decision: Decision, queue: str) ->
     if snapshot.present and not quota.suffices:
         return _false("Draining", _why_given_back(admission, queue))
     if not admission.active:
-        return _false("Inactive", f"the job's Workload {admission.name} is deactivated: set its spec.active to true")
-    if _is_taken_back(admission):
-        return _false("Waiting", _why_given_back(admission, queue))
+        activate = f"set spec.active of Workload {admission.name} to true, or suspend the job and resume it"
+        return _false("Inactive", f"{deactivation(admission)}: {activate}")
     if not quota.suffices:
-        return _false("Waiting", f"queue {queue}: {admission.condition(QUOTA_RESERVED).get('message', '')}")
+        return unadmitted(admission, queue)
     message = f"by ClusterQueue {admission.cluster_queue}"
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason="Admitted", message=message)
+
+
+def unadmitted(admission: WorkloadAdmission, queue: str) -> Observation:
+    """The condition of a job without pods that Kueue has not admitted."""
+    if _is_taken_back(admission):
+        return _false("Waiting", _why_given_back(admission, queue))
+    if not admission.has(QUOTA_RESERVED) or admission.has(ADMITTED):
+        answer = admission.condition(QUOTA_RESERVED).get("message", "it has not answered yet")
+        return _false("Waiting", f"queue {queue}: {answer}")
+    checks = "; ".join(f"admission check {check}" for check in admission.unfinished_checks)
+    message = f"ClusterQueue {admission.cluster_queue} has reserved it; {checks or 'the admission follows'}"
+    return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason=CHECKING, message=message)
+
+
+def deactivation(admission: WorkloadAdmission) -> str:
+    """Why a Workload is not active."""
+    if admission.eviction.startswith(DEACTIVATED):
+        message: str = admission.condition(EVICTED)["message"]
+        return message
+    return "the Workload is deactivated"
 
 
 def _is_taken_back(admission: WorkloadAdmission) -> bool:
@@ -177,9 +199,8 @@ def _is_taken_back(admission: WorkloadAdmission) -> bool:
 
 
 def _why_given_back(admission: WorkloadAdmission, queue: str) -> str:
-    if admission.has(EVICTED):
-        eviction = admission.condition(EVICTED)
-        return f"queue {queue} takes the quota back: {eviction.get('reason', '')}: {eviction.get('message', '')}"
+    if admission.eviction:
+        return f"queue {queue} takes the quota back: {admission.eviction}"
     if not admission.lets_run:
         return f"queue {queue} has not admitted the job, and its pods go"
     return f"the job needs something else than queue {queue} has admitted, and waits for it without pods"

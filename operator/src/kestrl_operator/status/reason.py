@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kestrl._shared.spec.status import Condition
-from kestrl_operator.status.conditions import QUARANTINED, Type, shortened
+from kestrl_operator.status.conditions import CHECKING, QUARANTINED, Type, shortened
 
 LONGEST_LINE = 160
 """Maximum characters of the line."""
@@ -35,7 +35,7 @@ def reason(conditions: Sequence[Condition]) -> str:
     if suspended is not None and (suspended.status == "True" or suspended.reason == "Draining"):
         return ""
     for condition in (by[kind] for kind in ORDER if kind in by):
-        if condition.status == "False" and condition.reason not in ABSENT:
+        if condition.reason == CHECKING or (condition.status == "False" and condition.reason not in ABSENT):
             return _line(condition)
     return ""
 

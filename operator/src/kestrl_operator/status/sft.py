@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
-from kestrl_operator.state.admission import EVICTED, JOB_UID_LABEL, QUOTA_RESERVED, WorkloadAdmission
+from kestrl_operator.state.admission import DEACTIVATED, JOB_UID_LABEL, WorkloadAdmission
 from kestrl_operator.state.sft import CONTAINER, BatchJob, SFTPod
 from kestrl_operator.status.conditions import (
     NOT_OBSERVED,
@@ -21,6 +21,7 @@ from kestrl_operator.status.conditions import (
     phase,
 )
 from kestrl_operator.status.observations import is_missing
+from kestrl_operator.status.quota import deactivation, unadmitted
 from kestrl_operator.status.summary import distance, left_alone
 
 
@@ -147,8 +148,8 @@ def _quota_reserved(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
     later = f"the label now names {snapshot.queue!r}, which counts for a new SFTJob only"
     notice = f"; {later}" if snapshot.queue != batch.queue else ""
     if batch.suspended:
-        reason, message = _held(snapshot, batch)
-        return _false(Type.QUOTA_RESERVED, reason, f"{message}{notice}")
+        observation = _held(snapshot, batch)
+        return replace(observation, message=f"{observation.message}{notice}")
     if not batch.queue:
         return _unobserved(f"the job names no queue{notice}")
     if not batch.resumed:
@@ -156,28 +157,32 @@ def _quota_reserved(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
     return _true(Type.QUOTA_RESERVED, "Admitted", f"by queue {batch.queue}{notice}")
 
 
-def _held(snapshot: SFTSnapshot, batch: BatchJob) -> tuple[str, str]:
-    """Reason and message of a job whose Job is suspended."""
-    workload, queue = snapshot.workload, f"queue {batch.queue}"
+def _held(snapshot: SFTSnapshot, batch: BatchJob) -> Observation:
+    """The condition of a job whose Job is suspended."""
+    workload, kind = snapshot.workload, Type.QUOTA_RESERVED
     if any(pod.running for pod in snapshot.pods):
-        return "Draining", f"its Job is suspended{_eviction(workload)}"
+        cause = "" if workload is None or not workload.eviction else f": {workload.eviction}"
+        return _false(kind, "Draining", f"its Job is suspended{cause}")
     if not batch.queue:
-        return "Waiting", "its Job is suspended, though the job names no queue: Kueue may manage jobs without one"
+        message = "its Job is suspended, though the job names no queue: Kueue may manage jobs without one"
+        return _false(kind, "Waiting", message)
     if snapshot.quota_refused:
-        return "Refused", snapshot.quota_refused
+        return _false(kind, "Refused", snapshot.quota_refused)
     if workload is None:
-        return "Waiting", f"{queue}: `kubectl get workloads -l {JOB_UID_LABEL}={batch.uid}` shows its answer"
+        command = f"kubectl get workloads -l {JOB_UID_LABEL}={batch.uid}"
+        return _false(kind, "Waiting", f"queue {batch.queue}: `{command}` shows its answer")
     if not workload.active:
-        return "Inactive", f"the Job's Workload {workload.name} is deactivated: set its spec.active to true"
-    return "Waiting", f"{queue}: {workload.condition(QUOTA_RESERVED).get('message', 'it has not answered yet')}"
+        return _false(kind, "Inactive", f"{deactivation(workload)}: {_activation(workload)}")
+    return unadmitted(workload, batch.queue)
 
 
-def _eviction(workload: WorkloadAdmission | None) -> str:
-    """Why Kueue takes quota back, after a colon; empty if that is not known."""
-    if workload is None or not workload.has(EVICTED):
-        return ""
-    eviction = workload.condition(EVICTED)
-    return f": {eviction.get('reason', '')}: {eviction.get('message', '')}"
+def _activation(workload: WorkloadAdmission) -> str:
+    """How a Job whose Workload is not active queues again. Kueue (0.19.2) makes a Workload where there is none, and
+    does not queue one that it has deactivated itself and that was activated.
+    """
+    if workload.eviction.startswith(f"{DEACTIVATED}DueTo"):
+        return f"delete Workload {workload.name}, and Kueue makes another"
+    return f"set spec.active of Workload {workload.name} to true"
 
 
 def _is_held(snapshot: SFTSnapshot) -> bool:

@@ -59,6 +59,13 @@ class FakeKueue:
         """Finds no quota for it."""
         self._write({"conditions": [condition("QuotaReserved", "False", "Pending", message)]})
 
+    def reserve(self, state: str, message: str) -> None:
+        """Reserves quota, with an admission check in this state."""
+        check = {"name": "provisioned", "state": state, "lastTransitionTime": AT, "message": message}
+        granted: Object = {"clusterQueue": "everything", "podSetAssignments": []}
+        conditions = [condition("QuotaReserved", "True", "QuotaReserved", "")]
+        self._write({"admission": granted, "conditions": conditions, "admissionChecks": [check]})
+
     def admit(self, flavors: Mapping[str, str] | None = None, *, updates: Sequence[Object] = ()) -> None:
         """Admits it, every pod set with these flavors by resource; an admission check has added these updates."""
         names: Sequence[str] = [pods["name"] for pods in (self.workload() or {})["spec"]["podSets"]]

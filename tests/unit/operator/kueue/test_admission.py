@@ -176,6 +176,24 @@ async def test_pods_get_all_of_what_several_flavors_and_an_admission_check_say(s
     del controllers
 
 
+async def test_a_job_says_which_admission_check_it_waits_for(stage: Stage, kueue: FakeKueue) -> None:
+    controllers = Controllers(stage.cluster, started=ready)
+    queued_job(stage)
+    await stage.operator(kueue=True)
+    await stage.until(kueue.workload, "it asks for quota")
+    kueue.reserve("Pending", "two nodes are made")
+    await stage.until(lambda: "two nodes are made" in stage.condition("QuotaReserved")[2], "it says for which")
+    assert stage.condition("QuotaReserved") == (
+        "True", "Checking",
+        "ClusterQueue everything has reserved it; admission check provisioned is Pending: two nodes are made",
+    )  # fmt: skip
+    assert (stage.phase(), stage.cluster.list("pods"), "startedAt" in stage.status()) == ("Queued", [], False)
+    assert stage.status()["shown"]["reason"].startswith("Checking: ClusterQueue everything")
+    kueue.admit()
+    await stage.until(lambda: stage.pods("learner"), "its pods are made")
+    del controllers
+
+
 async def test_its_priority_is_that_of_its_class(stage: Stage, kueue: FakeKueue) -> None:
     queued_job(stage, **{"kueue.x-k8s.io/priority-class": "urgent"})
     await stage.operator(kueue=True)

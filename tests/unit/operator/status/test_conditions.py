@@ -123,6 +123,7 @@ def test_a_message_has_a_maximum_length(length: int) -> None:
     [
         ([(Type.ACCEPTED, ConditionStatus.FALSE, "Invalid")], "Rejected"),
         ([(Type.QUOTA_RESERVED, ConditionStatus.FALSE, "Waiting")], "Queued"),
+        ([(Type.QUOTA_RESERVED, ConditionStatus.TRUE, "Checking")], "Queued"),
         ([(Type.SCHEDULED, ConditionStatus.FALSE, "Unsatisfiable")], "Pending"),
         ([(Type.SCHEDULED, ConditionStatus.TRUE, "PodsScheduled")], "Starting"),
         (

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.operator.samples import NOW, all_pods, at, job, learner_report, over, pod, snapshot
 
 from kestrl._shared.plan.components import Role
-from kestrl_operator.state.admission import Quota, QuotaRequest, WorkloadAdmission
+from kestrl_operator.state.admission import CheckState, Quota, QuotaRequest, WorkloadAdmission
 from kestrl_operator.state.snapshot import QUEUE_LABEL
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import NOT_OBSERVED
@@ -22,12 +22,18 @@ UP, OVER = {"QuotaReserved": "True", "Admitted": "True"}, learner_report(over("s
 PREEMPTED = {**UP, "Evicted": "True"}
 
 
-def asked(conditions: dict[str, str] | None = None, *, refused: str = "", **changes: Any) -> dict[str, Any]:
+REJECTED = "DeactivatedDueToAdmissionCheck"
+CHECKS = [CheckState("image", "Ready"), CheckState("nodes", "Pending", "they are made")]
+
+
+def asked(
+    conditions: dict[str, str] | None = None, reason: str = "Preempted", *, refused: str = "", **changes: Any
+) -> dict[str, Any]:
     """A queued job whose Workload has these conditions; None for no Workload."""
     admission = None
     if conditions is not None:
         written = [
-            {"type": kind, "status": status, "reason": "Preempted", "message": "for m", "lastTransitionTime": at(-60)}
+            {"type": kind, "status": status, "reason": reason, "message": "for m", "lastTransitionTime": at(-60)}
             for kind, status in conditions.items()
         ]
         plain: dict[str, Any] = {"name": "w", "uid": "w-1", "version": "7", "request": "d", "cluster_queue": "all"}
@@ -52,10 +58,31 @@ TABLE: list[tuple[str, dict[str, Any], Stage, QuotaStep | None, tuple[str, str, 
     ),
     (
         "an admission check is not done",
-        {**asked({"QuotaReserved": "True", "Admitted": "False"}), **GONE},
+        {**asked({"QuotaReserved": "True", "Admitted": "False"}, checks=CHECKS), **GONE},
         Stage.QUEUED,
         None,
-        ("False", "Waiting", ""),
+        ("True", "Checking", "ClusterQueue all has reserved it; admission check nodes is Pending: they are made"),
+    ),
+    (
+        "all admission checks are done",
+        {**asked({"QuotaReserved": "True"}, checks=CHECKS[:1]), **GONE},
+        Stage.QUEUED,
+        None,
+        ("True", "Checking", "has reserved it; the admission follows"),
+    ),
+    (
+        "an admission check is to be tried again",
+        {**asked({"QuotaReserved": "True", "Evicted": "True"}, "AdmissionCheck", checks=CHECKS), **GONE},
+        Stage.QUEUED,
+        QuotaStep.RELEASE,
+        ("False", "Waiting", "takes the quota back: AdmissionCheck: for m"),
+    ),
+    (
+        "an admission check has rejected it",
+        {**asked({"QuotaReserved": "False", "Evicted": "True"}, REJECTED, active=False, checks=CHECKS), **GONE},
+        Stage.QUEUED,
+        None,
+        ("False", "Inactive", "for m: set spec.active of Workload w to true, or suspend the job and resume it"),
     ),
     ("it is refused", {**asked(refused="no"), **GONE}, Stage.QUEUED, QuotaStep.APPLY, ("False", "Refused", "no")),
     (
@@ -63,7 +90,14 @@ TABLE: list[tuple[str, dict[str, Any], Stage, QuotaStep | None, tuple[str, str, 
         {**asked({"QuotaReserved": "False"}, active=False), **GONE},
         Stage.QUEUED,
         None,
-        ("False", "Inactive", "spec.active"),
+        ("False", "Inactive", "the Workload is deactivated: set spec.active of Workload w"),
+    ),
+    (
+        "it is deactivated after a preemption",
+        {**asked({"QuotaReserved": "False", "Evicted": "True"}, active=False), **GONE},
+        Stage.QUEUED,
+        None,
+        ("False", "Inactive", "the Workload is deactivated: set spec.active of Workload w"),
     ),
     ("it is admitted", {**asked(UP), **unready()}, Stage.RUNNING, None, ("True", "Admitted", "ClusterQueue all")),
     ("all its pods are ready", asked(UP), Stage.RUNNING, QuotaStep.READY, ("True", "Admitted", "")),
@@ -150,6 +184,9 @@ def test_no_deadline_runs_while_it_waits() -> None:
     queued = {"conditions": [{"type": "QuotaReserved", "status": "False", "reason": "Waiting"}], "startedAt": at(-9000)}
     waiting = decide(snapshot(**asked({"QuotaReserved": "False"}), **GONE, job=late, status=queued))
     assert (waiting.stage, waiting.ended) == (Stage.QUEUED, None)
+    queued["conditions"] = [{"type": "QuotaReserved", "status": "True", "reason": "Checking"}]
+    waiting = decide(snapshot(**asked({"QuotaReserved": "True"}, checks=CHECKS), **GONE, job=late, status=queued))
+    assert (waiting.stage, waiting.ended) == (Stage.QUEUED, None)
     running = decide(snapshot(**asked(UP), job=late, status={"startedAt": at(-9000)}))
     assert running.ended is not None
     assert running.ended[0] == "DeadlineExceeded"
@@ -167,3 +204,11 @@ def test_given_back_quota_is_written_as_kueue_does() -> None:
         "Requeued": ("True", "Preempted"),
         "PodsReady": ("False", "WaitForStart"),
     }
+
+
+def test_a_workload_that_kueue_has_deactivated_can_be_activated() -> None:
+    """Kueue lets one with `Requeued=False` queue again for this reason alone, not for those that it appends to it."""
+    rejected = {"QuotaReserved": "True", "Evicted": "True"}
+    status = released(asked(rejected, REJECTED, active=False)["quota"].admission, NOW)
+    conditions = {item["type"]: (item["status"], item["reason"]) for item in status["conditions"]}
+    assert (conditions["Requeued"], conditions["Evicted"]) == (("False", "Deactivated"), ("True", REJECTED))

@@ -137,7 +137,21 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
         {
             "QuotaReserved": (
                 "False", "Inactive",
-                "the Job's Workload job-warm-up-sft-1 is deactivated: set its spec.active to true",
+                "the Workload is deactivated: set spec.active of Workload job-warm-up-sft-1 to true",
+            )
+        },
+    ),
+    (
+        "rejected by an admission check",
+        seen(
+            batch=batch_job(queue="gpus", suspend=True),
+            queue="gpus",
+            workload=workload(("Evicted", "DeactivatedDueToAdmissionCheck", "no nodes"), active=False),
+        ),
+        "Queued",
+        {
+            "QuotaReserved": (
+                "False", "Inactive", "no nodes: delete Workload job-warm-up-sft-1, and Kueue makes another",
             )
         },
     ),

@@ -213,7 +213,7 @@ class EngineDialect(Protocol):
     open_routes: frozenset[Route]
     """Routes that need no key."""
     data_routes: frozenset[Route]
-    """Routes that sample; the key of rollout workers grants them, and no others."""
+    """Routes that sample, or end such a request by its id; the key of rollout workers grants them, and no others."""
 
     def command(self, launch: Launch) -> Command:
         """How an engine is started whose sampled log-probs are those of the distribution that was sampled from."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.e2e.cluster.client import Cluster, Object
-from tests.e2e.cluster.commands import CommandFailed, eventually
+from tests.e2e.cluster.client import Object
+from tests.e2e.cluster.commands import eventually
 from tests.e2e.installation import (
     JOB,
     RELEASE,
@@ -16,56 +16,40 @@ from tests.e2e.installation import (
     condition,
     is_true,
     newest_adapter,
-    small,
     summary,
 )
 from tests.e2e.test_job import trained_once
 
 from .kueue_manager import running_kueue
+from .queues import (
+    CHECK,
+    CHECKED,
+    CLUSTER_QUEUE,
+    GROUP,
+    PODS,
+    QUEUE,
+    URGENT,
+    WORKLOAD,
+    CheckController,
+    cluster_object,
+    cluster_queue,
+    further_objects,
+    local_queue,
+    pods,
+    queued,
+    queued_sft,
+    queues,
+    reserves,
+    takes,
+    workload,
+)
 from .test_sft import NAME as SFT_NAME
 from .test_sft import PODS as SFT_PODS
-from .test_sft import SFT_JOB, logs, sft_job, sft_place
+from .test_sft import SFT_JOB, logs, sft_place
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(12)]
-GROUP = "kueue.x-k8s.io"
-WORKLOAD = f"workloads.{GROUP}"
-QUEUE, CLUSTER_QUEUE, FLAVOR, URGENT = "gpus", "all-gpus", "any-node", "urgent"
-PODS = 5
-"""The pods of one of the jobs: learner, engine, rollout worker, tools and judge."""
 RELEASED_SECONDS = 120.0
 """For a drain: the end of rollouts, the checkpoint and the end of all pods."""
-
-
-def cluster_object(kind: str, name: str, **content: object) -> Object:
-    return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, **content}
-
-
-def queues() -> list[Object]:
-    """A ClusterQueue with the quota of one job, whose jobs of higher priority preempt, and what belongs to it."""
-    quotas = {"pods": PODS, "cpu": 100, "memory": "100Gi"}
-    resources = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
-    group = {"coveredResources": list(quotas), "flavors": [{"name": FLAVOR, "resources": resources}]}
-    spec = {
-        "namespaceSelector": {},
-        "resourceGroups": [group],
-        "preemption": {"withinClusterQueue": "LowerPriority"},
-    }
-    return [
-        cluster_object("ResourceFlavor", FLAVOR, spec={}),
-        cluster_object("ClusterQueue", CLUSTER_QUEUE, spec=spec),
-        cluster_object("WorkloadPriorityClass", URGENT, value=1000, description=""),
-    ]
-
-
-def take_queues(cluster: Cluster) -> bool:
-    """Whether the cluster took the queues: a service's routes come a moment after its pod is ready."""
-    try:
-        cluster.apply(queues())
-    except CommandFailed as error:
-        if "failed calling webhook" not in error.complaint:
-            raise
-        return False
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +57,7 @@ def kueue(installation: Installation) -> Iterator[Installation]:
     """KestRL with `kueue.enabled`, Kueue and its ClusterQueue."""
     cluster = installation.cluster
     with running_kueue(cluster):
-        eventually("Kueue's webhooks are reached", lambda: take_queues(cluster), 60)
+        eventually("Kueue's webhooks are reached", lambda: takes(cluster, queues()), 60)
         options = ("--reuse-values", "--set=kueue.enabled=true", "--wait", "--force-conflicts")
         cluster.helm("upgrade", RELEASE, str(installation.chart), f"--namespace={SYSTEM}", *options)
         try:
@@ -84,37 +68,17 @@ def kueue(installation: Installation) -> Iterator[Installation]:
                 cluster.delete(f"{item['kind']}.{GROUP}", item["metadata"]["name"])
 
 
-def queued(name: str, *, priority_class: str = "", **changes: object) -> Object:
-    """A small job in the queue."""
-    job = small(name, **changes)
-    labels = {f"{GROUP}/queue-name": QUEUE, f"{GROUP}/priority-class": priority_class}
-    job["metadata"]["labels"] = {key: label for key, label in labels.items() if label}
-    return job
-
-
-def queued_sft(**spec: object) -> Object:
-    """An SFTJob in the queue."""
-    return {**sft_job(**spec), "metadata": {"name": SFT_NAME, "labels": {f"{GROUP}/queue-name": QUEUE}}}
-
-
-def pods(cluster: Cluster, job: str, namespace: str) -> list[Object]:
-    """The pods of a job whose programs have not ended."""
-    listed = cluster.list("pods", namespace, f"app.kubernetes.io/instance={job}")
-    return [pod for pod in listed if pod["status"].get("phase") not in {"Succeeded", "Failed"}]
-
-
-def workload(cluster: Cluster, job: str, namespace: str) -> Object:
-    return cluster.get(WORKLOAD, f"{job}-agentrljob", namespace)
-
-
-def reserves(status: str, reason: str, message: str = "") -> Callable[[Object], bool]:
-    """Whether a job's condition QuotaReserved is this one."""
-
-    def holds(job: Object) -> bool:
-        quota = condition(job, "QuotaReserved")
-        return quota[:2] == (status, reason) and message in quota[2]
-
-    return holds
+@pytest.fixture
+def controller(kueue: Installation) -> Iterator[CheckController]:
+    """A ClusterQueue with the check, whose controller is said to run."""
+    cluster = kueue.cluster
+    check = cluster_object("AdmissionCheck", CHECK, spec={"controllerName": "example.dev/nodes"})
+    strategy = {"admissionChecks": [{"name": CHECK}]}
+    with further_objects(cluster, check, cluster_queue(CHECKED, admissionChecksStrategy=strategy)):
+        active = {"type": "Active", "status": "True", "reason": "Active", "message": "it runs"}
+        active["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+        cluster.patch(f"admissioncheck.{GROUP}", CHECK, {"status": {"conditions": [active]}}, subresource="status")
+        yield CheckController(cluster)
 
 
 @pytest.mark.timeout(2400)
@@ -124,7 +88,7 @@ def test_kueue_admits_jobs_one_by_one_and_preempts_one_for_another_without_loss(
         # Without its LocalQueue, a job waits for that.
         cluster.apply(queued("first", schedule__maxSteps=1000), namespace)
         kueue.wait("first", namespace, reserves("False", "Waiting", "LocalQueue gpus doesn't exist"), 120)
-        cluster.apply(cluster_object("LocalQueue", QUEUE, spec={"clusterQueue": CLUSTER_QUEUE}), namespace)
+        cluster.apply(local_queue(QUEUE, CLUSTER_QUEUE), namespace)
         kueue.wait("first", namespace, reserves("True", "Admitted", f"by ClusterQueue {CLUSTER_QUEUE}"), 120)
         kueue.wait_for_adapter("first", namespace, 1, 600)
         assert len(pods(cluster, "first", namespace)) == PODS
@@ -181,7 +145,7 @@ def test_kueue_preempts_an_sftjob_which_goes_on_from_its_checkpoint(kueue: Insta
         waiting = wait(reserves("False", "Waiting", "LocalQueue gpus doesn't exist"), 120)
         assert waiting["status"]["shown"]["phase"] == "Queued"
         assert not cluster.list("pods", namespace, SFT_PODS)
-        cluster.apply(cluster_object("LocalQueue", QUEUE, spec={"clusterQueue": CLUSTER_QUEUE}), namespace)
+        cluster.apply(local_queue(QUEUE, CLUSTER_QUEUE), namespace)
         wait(reserves("True", "Admitted", f"by queue {QUEUE}"), 120)
         eventually("it trains", lambda: "step 3 of" in logs(cluster, namespace), 240)
 
@@ -195,3 +159,31 @@ def test_kueue_preempts_an_sftjob_which_goes_on_from_its_checkpoint(kueue: Insta
         done = wait(is_true("Succeeded"), 400)
         assert done["status"].get("restarts", 0) == 0, "a pod that was preempted did not fail"
         assert condition(done, "QuotaReserved")[:2] == ("Unknown", "NotObserved")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_sftjob_says_what_its_admission_check_says(kueue: Installation, controller: CheckController) -> None:
+    cluster = kueue.cluster
+    with sft_place(kueue) as namespace:
+
+        def wait(status: str, reason: str, message: str) -> Object:
+            return cluster.wait_for(SFT_JOB, SFT_NAME, reserves(status, reason, message), namespace, seconds=120)
+
+        def only_workload() -> Object:
+            (workload,) = cluster.list(WORKLOAD, namespace)
+            return workload
+
+        cluster.apply(local_queue(QUEUE, CHECKED), namespace)
+        cluster.apply(queued_sft(), namespace)
+        checking = wait(
+            "True", "Checking", f"ClusterQueue {CHECKED} has reserved it; admission check {CHECK} is Pending"
+        )
+        assert checking["status"]["shown"]["phase"] == "Queued"
+        controller.answer(only_workload(), "Rejected", "no such node")
+        name = only_workload()["metadata"]["name"]
+        wait("False", "Inactive", f'"{CHECK}" (no such node): delete Workload {name}, and Kueue makes another')
+        cluster.delete(WORKLOAD, name, namespace)
+        wait("True", "Checking", f"admission check {CHECK} is Pending")
+        controller.answer(only_workload(), "Ready", "there is a node")
+        wait("True", "Admitted", f"by queue {QUEUE}")

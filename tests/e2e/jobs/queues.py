@@ -1,0 +1,118 @@
+"""Objects of Kueue for tests: queues, jobs in them, and the controller of an admission check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tests.e2e.cluster.client import Cluster, Object
+from tests.e2e.cluster.commands import CommandFailed, eventually
+from tests.e2e.installation import condition, small
+
+from .test_sft import NAME as SFT_NAME
+from .test_sft import sft_job
+
+GROUP = "kueue.x-k8s.io"
+WORKLOAD = f"workloads.{GROUP}"
+QUEUE, CLUSTER_QUEUE, FLAVOR, URGENT = "gpus", "all-gpus", "any-node", "urgent"
+PODS = 5
+"""The pods of one of the jobs: learner, engine, rollout worker, tools and judge."""
+CHECK, CHECKED = "nodes", "checked"
+"""Names of an admission check, and of the ClusterQueue that has it."""
+
+
+def cluster_object(kind: str, name: str, **content: object) -> Object:
+    return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, **content}
+
+
+def cluster_queue(name: str, pods: int = PODS, **spec: object) -> Object:
+    """A ClusterQueue with a quota of pods; that of one job, if no other is named."""
+    quotas = {"pods": pods, "cpu": 100, "memory": "100Gi"}
+    resources = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
+    group = {"coveredResources": list(quotas), "flavors": [{"name": FLAVOR, "resources": resources}]}
+    return cluster_object("ClusterQueue", name, spec={"namespaceSelector": {}, "resourceGroups": [group], **spec})
+
+
+def local_queue(name: str, cluster_queue: str) -> Object:
+    return cluster_object("LocalQueue", name, spec={"clusterQueue": cluster_queue})
+
+
+def queues() -> list[Object]:
+    """A ClusterQueue with the quota of one job, whose jobs of higher priority preempt, and what belongs to it."""
+    return [
+        cluster_object("ResourceFlavor", FLAVOR, spec={}),
+        cluster_queue(CLUSTER_QUEUE, preemption={"withinClusterQueue": "LowerPriority"}),
+        cluster_object("WorkloadPriorityClass", URGENT, value=1000, description=""),
+    ]
+
+
+@contextmanager
+def further_objects(cluster: Cluster, *objects: Object) -> Generator[None]:
+    """Objects of Kueue's outside namespaces, until the end of the block; no job is in their queues by then."""
+    eventually("Kueue's webhooks are reached", lambda: takes(cluster, objects), 60)
+    try:
+        yield
+    finally:
+        for item in reversed(objects):
+            cluster.delete(f"{item['kind']}.{GROUP}", item["metadata"]["name"])
+
+
+def takes(cluster: Cluster, objects: Sequence[Object]) -> bool:
+    """Whether the cluster takes objects of Kueue's: a service's routes come a moment after its pod is ready."""
+    try:
+        cluster.apply(objects)
+    except CommandFailed as error:
+        if "failed calling webhook" not in error.complaint:
+            raise
+        return False
+    return True
+
+
+def queued(name: str, *, queue: str = QUEUE, priority_class: str = "", **changes: object) -> Object:
+    """A small job in a queue."""
+    job = small(name, **changes)
+    labels = {f"{GROUP}/queue-name": queue, f"{GROUP}/priority-class": priority_class}
+    job["metadata"]["labels"] = {key: label for key, label in labels.items() if label}
+    return job
+
+
+def queued_sft(**spec: object) -> Object:
+    """An SFTJob in the queue."""
+    return {**sft_job(**spec), "metadata": {"name": SFT_NAME, "labels": {f"{GROUP}/queue-name": QUEUE}}}
+
+
+def pods(cluster: Cluster, job: str, namespace: str) -> list[Object]:
+    """The pods of a job whose programs have not ended."""
+    listed = cluster.list("pods", namespace, f"app.kubernetes.io/instance={job}")
+    return [pod for pod in listed if pod["status"].get("phase") not in {"Succeeded", "Failed"}]
+
+
+def workload(cluster: Cluster, job: str, namespace: str) -> Object:
+    return cluster.get(WORKLOAD, f"{job}-agentrljob", namespace)
+
+
+def reserves(status: str, reason: str, message: str = "") -> Callable[[Object], bool]:
+    """Whether a job's condition QuotaReserved is this one."""
+
+    def holds(job: Object) -> bool:
+        quota = condition(job, "QuotaReserved")
+        return quota[:2] == (status, reason) and message in quota[2]
+
+    return holds
+
+
+@dataclass(frozen=True, slots=True)
+class CheckController:
+    """The controller of the admission check, for the jobs of a namespace."""
+
+    cluster: Cluster
+
+    def answer(self, workload: Object, state: str, message: str) -> None:
+        """Writes the state of the check of a Workload."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        check = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now}
+        place = workload["metadata"]
+        status = {"status": {"admissionChecks": [check]}}
+        self.cluster.patch(WORKLOAD, place["name"], status, place["namespace"], subresource="status")

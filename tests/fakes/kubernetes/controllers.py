@@ -114,8 +114,8 @@ class Controllers:
         if self._started is not None:
             self._started(self, pod)
 
-    def run(self, pod: Object, *, address: str | None = None, ready: bool = True) -> None:
-        """Gives a pod a node and an address, and runs its containers."""
+    def run(self, pod: Object, *, address: str | None = None, ready: bool = True, fresh: bool = False) -> None:
+        """Gives a pod a node and an address, and runs its containers; a fresh one says that it is ready since now."""
         self._addresses += 1
         containers = [
             {"name": item["name"], "ready": ready, "restartCount": 0, "state": {"running": {"startedAt": now()}}}
@@ -128,7 +128,13 @@ class Controllers:
             podIP=address or f"10.244.0.{self._addresses}",
             containerStatuses=containers,
             initContainerStatuses=[],
-            conditions=[_condition("PodScheduled"), _condition("Ready", "True" if ready else "False")],
+            conditions=[
+                _condition("PodScheduled"),
+                {
+                    **_condition("Ready", "True" if ready else "False"),
+                    **({"lastTransitionTime": now()} if fresh else {}),
+                },
+            ],
         )
 
     def unschedulable(self, pod: Object, message: str) -> None:

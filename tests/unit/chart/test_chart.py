@@ -135,6 +135,13 @@ def test_where_the_settings_say_it_listens_and_reads_the_pod_has_it(helm: Helm, 
     assert names == {"POD_NAME", "POD_NAMESPACE", "KESTRL_LOG_LEVEL", "KESTRL_LOG_FORMAT"}
 
 
+def test_a_busy_or_broken_operator_holds_neither_its_probes_nor_a_drain(helm: Helm) -> None:
+    objects = helm.render()
+    (container,) = pod(objects)["spec"]["containers"]
+    assert all(container[f"{kind}Probe"]["timeoutSeconds"] >= 5 for kind in ("startup", "readiness", "liveness"))
+    assert objects.one("PodDisruptionBudget")["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
 def test_a_change_of_the_settings_rolls_the_operator_and_nothing_else_does(helm: Helm) -> None:
     """Pods of the template before mount the settings before."""
 

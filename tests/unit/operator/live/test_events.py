@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tests.fakes.kubernetes import Controllers
 
-from .stage import JOB, Stage, ready
+from .stage import JOB, Object, Stage, learner_token, learning, ready, report
+
+NOBODY = "127.255.0.1"
+"""An address at which nothing listens."""
 
 
 async def test_a_transition_is_published_once_regarding_the_job(stage: Stage) -> None:
@@ -25,6 +28,27 @@ async def test_a_transition_is_published_once_regarding_the_job(stage: Stage) ->
     assert "series" not in event
     reasons = [item["reason"] for item in stage.events()]
     assert len(reasons) == len(set(reasons))
+
+
+async def test_a_healthy_start_publishes_no_warning(stage: Stage) -> None:
+    """The pod of a learner is ready before its server can be reached."""
+
+    def started(controllers: Controllers, pod: Object) -> None:
+        ready(controllers, pod)
+        if pod["metadata"]["labels"]["kestrl.dev/role"] == "learner":
+            controllers.run(pod, address=NOBODY, fresh=True)
+
+    controllers = Controllers(stage.cluster, started=started)
+    await stage.operator()
+    uid = stage.job()["metadata"]["uid"]
+    not_yet = "it does not answer yet: "
+    await stage.until(lambda: stage.condition("LearnerProgressing")[2].startswith(not_yet), "it is called in vain")
+    assert stage.condition("LearnerProgressing")[:2] == ("False", "Starting")
+    async with learning(stage, learner_token(uid), report("training", 1)) as learner:
+        controllers.run(stage.pods("learner")[0], address=learner.address, fresh=True)
+        await stage.until(lambda: stage.phase() == "Running", "it trains")
+        await stage.settled()
+    assert {item["type"] for item in stage.events()} == {"Normal"}
 
 
 async def test_the_same_transition_again_is_counted_in_its_series(stage: Stage) -> None:

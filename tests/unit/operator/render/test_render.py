@@ -88,6 +88,18 @@ def test_a_drained_node_takes_one_pod_of_a_role_at_a_time() -> None:
         assert item["spec"]["selector"] == workloads(rendered())[name]["spec"]["selector"]
 
 
+def test_no_probe_ends_before_a_busy_node_answers() -> None:
+    probes = {
+        (name, probe): container[probe]["timeoutSeconds"]
+        for workload in workloads(rendered()).values()
+        for name, container in containers(workload["spec"]["template"]["spec"]).items()
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        if probe in container
+    }
+    assert {name for name, _ in probes} >= {"engine", "inference", "rollout", "tools", "judge", "learner"}
+    assert min(probes.values()) >= 5
+
+
 def test_pods_have_an_account_without_a_token() -> None:
     objects = rendered()
     (account,) = of_kind(objects, "ServiceAccount").values()

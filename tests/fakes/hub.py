@@ -1,12 +1,15 @@
-"""The API of the Hugging Face Hub, as far as its own client needs it to upload small files to a model repository."""
+"""The API of the Hugging Face Hub, as far as its own client needs it to upload small files to a model repository, and
+to download one.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +29,10 @@ class Hub:
     requests: list[str] = field(default_factory=list[str])
     read_only: bool = False
     """Whether the token may not write."""
+    model: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Files of the repository that is downloaded, by path."""
+    half_way: Callable[[str], None] = lambda path: None
+    """Called with the path of a file of which half was sent."""
 
 
 @contextmanager
@@ -52,9 +59,40 @@ def serving_hub() -> Generator[Hub]:
             return True
 
         def do_GET(self) -> None:
+            if self._refused():
+                return
+            if self.path == "/api/whoami-v2":
+                self._answer(200, {"name": "person", "type": "user"})
+            elif "/revision/" in self.path:
+                self._answer(200, {"id": self.path.split("/models/")[1].partition("/revision/")[0], "sha": COMMIT})
+            elif "/tree/" in self.path:
+                sizes = {path: len(content) for path, content in hub.model.items()}
+                files = [{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()]
+                self._answer(200, files)
+            elif "/resolve/" in self.path:
+                self._send_file()
+            else:
+                self._answer(404, {"error": "no"})
+
+        def do_HEAD(self) -> None:
             if not self._refused():
-                known = self.path == "/api/whoami-v2"
-                self._answer(200 if known else 404, {"name": "person", "type": "user"} if known else {"error": "no"})
+                self._send_file()
+
+        def _send_file(self) -> None:
+            path = self.path.partition(f"/resolve/{COMMIT}/")[2]
+            content = hub.model[path]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if self.command == "GET":
+                half = len(content) // 2
+                with suppress(ConnectionError):  # of a client that was killed
+                    self.wfile.write(content[:half])
+                    self.wfile.flush()
+                    hub.half_way(path)
+                    self.wfile.write(content[half:])
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

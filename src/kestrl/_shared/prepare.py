@@ -10,6 +10,7 @@ import importlib
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -22,12 +23,16 @@ from kestrl.data import locate_data
 from kestrl.data.locate import locate_model
 from kestrl.errors import StorageError, UserInputError, place_error
 from kestrl.storage import open_store
+from kestrl.storage.model_cache import exclusive, shared_folder, stored_name
 from kestrl.storage.models import WEIGHTS, fetch_model, is_published, is_weights
+from kestrl.storage.objects import ObjectStore
 from kestrl.storage.pinned import Download, fetch, fetch_object, write_object
 from kestrl.storage.uris import local_path, scheme_of
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for a file that another pod brings: a network's file system reports no change."""
+STORED, HUB = "stored", "hub"
+"""Folders of a cache of models: those from object storage, and those from a hub, in the form of its client."""
 REACHED = OBJECT_SCHEMES | {"pvc", "demo", "file"}
 """Schemes of files that pods can reach; `file` is of the image."""
 
@@ -68,6 +73,8 @@ class PrepareSettings(SettingsModel):
     model_weights: bool = True
     """Whether its weights are downloaded, too, which are nearly all of its bytes. What is linked or copied from this
     machine has them in any case."""
+    model_cache: str = ""
+    """Folder that pods share, where a model with its weights is kept once one of them has downloaded it."""
     data: tuple[DataSource, ...] = ()
     data_dir: str = ""
     """Folder for generated data and the databases that its rows reference."""
@@ -92,7 +99,7 @@ def prepare(settings: PrepareSettings) -> None:
         StorageError: A download failed.
     """
     if settings.model is not None:
-        put_model(settings.model, Path(settings.model_target), Path(settings.volumes), weights=settings.model_weights)
+        put_model(settings.model, settings)
     for file in settings.files:
         (fetch_file if settings.fetches else await_file)(file)
     for source in settings.data:
@@ -142,13 +149,15 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def put_model(uri: str, target: Path, volumes: Path, *, weights: bool = True) -> None:
-    """Puts the folder of a model in place, downloaded with or without its weights."""
+def put_model(uri: str, settings: PrepareSettings) -> None:
+    """Puts the folder of a model in place: downloaded with or without its weights, copied, or a link to where it is."""
+    target, weights, volumes = Path(settings.model_target), settings.model_weights, Path(settings.volumes)
+    cache = Path(settings.model_cache) if settings.model_cache and weights else None
     scheme, parsed = scheme_of(uri), urlparse(uri)
     if scheme in OBJECT_SCHEMES:
-        _download_folder(uri, target, weights=weights)
+        _download_folder(uri, target, weights=weights, cache=cache)
     elif scheme == "hf":
-        _download_hub(f"{parsed.netloc}{parsed.path}", target, weights=weights)
+        _download_hub(f"{parsed.netloc}{parsed.path}", target, weights=weights, cache=cache)
     elif scheme == "demo":
         _copy(Path(locate_model(uri, base=Path("/"))), target)
     else:
@@ -259,38 +268,54 @@ def _copy(source: Path, target: Path) -> None:
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, ignore=shutil.ignore_patterns("__pycache__"))
-    partial.replace(target)
+    unfinished = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(source, unfinished, ignore=shutil.ignore_patterns("__pycache__"))
+    unfinished.replace(target)
 
 
-def _download_folder(uri: str, target: Path, *, weights: bool) -> None:
+def _download_folder(uri: str, target: Path, *, weights: bool, cache: Path | None) -> None:
     """Downloads the objects under an address, a part in memory at a time; the target appears only when complete. The
     files of a model that `kestrl sft` published must have their digests.
     """
     if target.exists():
         return
     store = open_store(uri)
+    if cache is None:
+        _download_objects(store, uri, target, weights=weights)
+        return
+    download = partial(_download_named, store, uri, name := stored_name(store, uri))
+    _link(shared_folder(cache / STORED, name, download, say), target)
+
+
+def _download_named(store: ObjectStore, uri: str, name: str, target: Path) -> None:
+    """Downloads the content that has a name, whole."""
+    _download_objects(store, uri, target, weights=True)
+    if stored_name(store, uri) != name:
+        shutil.rmtree(target)
+        raise StorageError(f"{uri} was written again while it was downloaded", code="changed", retryable=True)
+
+
+def _download_objects(store: ObjectStore, uri: str, target: Path, *, weights: bool) -> None:
     if is_published(store):
         fetch_model(store, target, weights=weights)
         return
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    unfinished = target.with_name(f".{target.name.lstrip('.')}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
     paths = store.list("")
     if not paths:
         raise StorageError(f"{uri} holds no objects", code="not_found")
     for path in (path for path in paths if weights or not is_weights(path)):
-        if not (partial / path).resolve().is_relative_to(partial.resolve()):
+        if not (unfinished / path).resolve().is_relative_to(unfinished.resolve()):
             raise StorageError(
                 f"{uri} contains an object whose name leads out of the folder: {path!r}", code="unsafe_path"
             )
-        (partial / path).parent.mkdir(parents=True, exist_ok=True)
-        write_object(store, path, partial / path)
-    partial.replace(target)
+        (unfinished / path).parent.mkdir(parents=True, exist_ok=True)
+        write_object(store, path, unfinished / path)
+    unfinished.replace(target)
 
 
-def _download_hub(name: str, target: Path, *, weights: bool) -> None:
+def _download_hub(name: str, target: Path, *, weights: bool, cache: Path | None) -> None:
     """Downloads a repository of a Hugging Face hub (HF_ENDPOINT and HF_TOKEN apply)."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -298,12 +323,27 @@ def _download_hub(name: str, target: Path, *, weights: bool) -> None:
         raise UserInputError(f"spec.model.base: hf://{name} needs huggingface_hub in this image") from error
     errors: Any = importlib.import_module("huggingface_hub.errors")
     try:
-        ignored = None if weights else [f"*{suffix}" for suffix in sorted(WEIGHTS)]
-        hub.snapshot_download(name, local_dir=str(target), ignore_patterns=ignored)
+        if cache is None:
+            ignored = None if weights else [f"*{suffix}" for suffix in sorted(WEIGHTS)]
+            hub.snapshot_download(name, local_dir=str(target), ignore_patterns=ignored)
+        else:
+            _link(_shared_repository(hub, name, cache / HUB), target)
     except errors.RepositoryNotFoundError as error:
         raise UserInputError(f"spec.model.base: hf://{name} does not exist, or HF_TOKEN has no access to it") from error
     except (OSError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise StorageError(f"hf://{name} could not be fetched: {error}", retryable=True) from error
+
+
+def _shared_repository(hub: Any, name: str, cache: Path) -> Path:
+    """The folder of a repository's present revision in a cache of the hub's own form, which keeps complete files. It
+    gives each download a name of its own, so that what a killed process has left is removed here.
+    """
+    folder = f"models--{name.replace('/', '--')}"
+    with exclusive(cache, folder, say) as holds_lock:
+        if holds_lock:
+            for leftover in (cache / folder / "blobs").glob("*.incomplete"):
+                leftover.unlink()
+        return Path(hub.snapshot_download(name, cache_dir=str(cache)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import http.client
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -66,10 +67,10 @@ class Handler(BaseHTTPRequestHandler):
         if proxy.fault(self, body):
             return
         body += self.rfile.read(length - length // 2)
-        upstream = http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=30)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        answer = upstream.getresponse()
-        content = answer.read()
+        with closing(http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=30)) as upstream:
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            answer = upstream.getresponse()
+            content = answer.read()
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in {"connection", "transfer-encoding", "content-length"}:
@@ -77,7 +78,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", answer.headers.get("Content-Length") or str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-        upstream.close()
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass  # noqa: N815 - the names they are called by
 

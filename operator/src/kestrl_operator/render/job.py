@@ -21,7 +21,7 @@ from kestrl_operator.render.environments import PACKAGED, with_environment
 from kestrl_operator.render.files import claims, file_sources, with_files
 from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.patching import PodPatch, patched
-from kestrl_operator.render.pod_defaults import with_placement, with_pod_defaults
+from kestrl_operator.render.pod_defaults import with_cache, with_model, with_placement, with_pod_defaults
 from kestrl_operator.render.pods import (
     STORAGE_ROLES,
     UNPREPARED,
@@ -206,9 +206,9 @@ def all_settings(inputs: Given) -> dict[str, str]:
     for component in inputs.components:
         if component.settings is not None:
             files[f"{component.role}.json"] = component.settings.model_dump_json(indent=2)
-    for role in inputs.roles:
-        if role not in UNPREPARED:
-            files[f"prepare-{role}.json"] = preparation(inputs.job, role).model_dump_json(indent=2)
+    for role in (role for role in inputs.roles if role not in UNPREPARED):
+        reads = with_cache(preparation(inputs.job, role), inputs.cluster)
+        files[f"prepare-{role}.json"] = reads.model_dump_json(indent=2)
     return files
 
 
@@ -297,8 +297,8 @@ def _workload_spec(inputs: Given, role: Role, settings: Mapping[str, str]) -> Ob
         grace=grace_seconds(inputs.job.spec, role),
     )
     pods = with_environment(pods, role, inputs.job.spec, inputs.cluster)
-    pods = with_files(pods, role, inputs.job)
-    pods = with_tracking(pods, role, inputs.job.spec)
+    pods = with_tracking(with_files(pods, role, inputs.job), role, inputs.job.spec)
+    pods = with_model(pods, preparation(inputs.job, role), inputs.cluster, inputs.namespace, queued=bool(inputs.queue))
     if inputs.identity is not None and uses_storage(inputs.job, role):
         users = [str(program(part.role)) for part in parts if part.role in STORAGE_ROLES]
         pods = with_identity(pods, inputs.identity, users)

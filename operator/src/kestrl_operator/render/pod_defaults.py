@@ -1,5 +1,5 @@
-"""What an administrator adds to the pods of every job: labels, variables, where they run; and where Kueue has quota for
-them. Pure.
+"""What an administrator adds to the pods of every job: labels, variables, where they run and where they keep a model;
+and where Kueue has quota for them. Pure.
 """
 
 from __future__ import annotations
@@ -7,10 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kestrl._shared.prepare import OBJECT_SCHEMES, PrepareSettings
+from kestrl.storage.uris import scheme_of
+from kestrl_operator.render.resources import with_model_disk
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.chart_values import PodDefaults, Variable
+from kestrl_operator.state.chart_values import Cluster, ModelCache, PodDefaults, Variable
+from kestrl_operator.state.cluster import HOME
 
 Object = dict[str, Any]
+CACHE = f"{HOME}/cache"
+"""Folder of the shared volume in pods that download a model with its weights."""
+VOLUME = "model-cache"
 USERS = frozenset({"agent", "environment"})
 """Containers with a user's image."""
 
@@ -77,3 +84,55 @@ def _with_variables(container: Object, defaults: PodDefaults) -> Object:
         if variable.name not in names and _is_for(variable, container["name"])
     ]
     return {**container, "env": [*variables, *added]} if added else container
+
+
+def with_cache(reads: PrepareSettings, cluster: Cluster) -> PrepareSettings:
+    """What a pod prepares, with the cluster's cache if it downloads weights."""
+    if not downloads(reads) or cluster.model_cache == ModelCache():
+        return reads
+    return reads.model_copy(update={"model_cache": CACHE})
+
+
+def downloads(reads: PrepareSettings) -> bool:
+    """Whether a pod downloads a model with its weights."""
+    return reads.model is not None and reads.model_weights and scheme_of(reads.model) in OBJECT_SCHEMES | {"hf"}
+
+
+def with_model(template: Object, reads: PrepareSettings, cluster: Cluster, namespace: str, *, queued: bool) -> Object:
+    """Pods that download a model: `prepare` writes it into the cluster's cache, from which the others read it, or their
+    first container requests a place for it on the node's disk.
+
+    A pod that waits in a queue requests none by default: Kueue admits no pod with a resource that its queue does not
+    have.
+
+    Args:
+        template: The template, whose first container loads the model.
+        reads: What they prepare.
+        cluster: The administrator's settings.
+        namespace: The job's namespace.
+        queued: Whether each of them asks Kueue for quota.
+    """
+    if not downloads(reads):
+        return template
+    spec: Object = dict(template["spec"])
+    if with_cache(reads, cluster).model_cache:
+        spec["volumes"] = [*spec["volumes"], _volume(cluster.model_cache)]
+        spec["initContainers"] = [_mounting(item, cluster, namespace) for item in spec["initContainers"]]
+        spec["containers"] = [_mounting(item, cluster, namespace, readOnly=True) for item in spec["containers"]]
+    elif not queued:
+        loading, *beside = spec["containers"]
+        spec["containers"] = [{**loading, "resources": with_model_disk(loading["resources"])}, *beside]
+    return {**template, "spec": spec}
+
+
+def _volume(cache: ModelCache) -> Object:
+    if cache.claim is not None:
+        return {"name": VOLUME, "persistentVolumeClaim": {"claimName": cache.claim}}
+    return {"name": VOLUME, "hostPath": {"path": cache.node_path, "type": "Directory"}}
+
+
+def _mounting(container: Object, cluster: Cluster, namespace: str, **fields: bool) -> Object:
+    # Namespaces share a node, and one must not read what another has a token for.
+    part = {} if cluster.model_cache.node_path is None else {"subPath": namespace}
+    mounted = {"name": VOLUME, "mountPath": CACHE, **part, **fields}
+    return {**container, "volumeMounts": [*container["volumeMounts"], mounted]}

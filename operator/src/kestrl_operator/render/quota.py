@@ -12,6 +12,7 @@ from kestrl._shared.spec.job import JobSpec
 from kestrl_operator.render.job import labels as job_labels
 from kestrl_operator.render.job import owner
 from kestrl_operator.render.pods import account
+from kestrl_operator.render.resources import without_model_disk
 from kestrl_operator.state.accelerators import Placement
 from kestrl_operator.state.admission import GROUP, JOB_UID_LABEL, KIND, PRIORITY_KIND, REQUEST, VERSION, QuotaRequest
 from kestrl_operator.state.cluster import replicas
@@ -53,10 +54,22 @@ def _pod_set(spec: JobSpec, item: Object) -> Object:
     for group in ("initContainers", "containers"):
         if pods.get(group):
             counted[group] = [
-                {field: container[field] for field in CONTAINER if container.get(field)} for container in pods[group]
+                {field: counted_part[field] for field in CONTAINER if counted_part.get(field)}
+                for counted_part in map(_without_default_disk, pods[group])
             ]
     count = spec.inference.replicas.max if role is Role.INFERENCE else replicas(spec, {}).get(role, 1)
     return {"name": str(role), "count": count, "template": {"spec": counted}}
+
+
+def _without_default_disk(container: Object) -> Object:
+    """A container without what it requests of its node's disk by default: a queue admits no job that asks for a
+    resource of which it has no quota.
+    """
+    return (
+        {**container, "resources": without_model_disk(container["resources"])}
+        if "resources" in container
+        else container
+    )
 
 
 def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priority: int | None) -> Object:

@@ -29,6 +29,9 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
     PREPARE: {"cpu": "50m", "memory": "128Mi"},
 }
 """Requests by container."""
+DISK, MODEL_DISK = "ephemeral-storage", "2Gi"
+"""Resource and default request of a pod for a model that it downloads to its node's disk. An address does not say how
+large a model is: this is one of a billion parameters."""
 
 
 def resources_of(name: str, cluster: Cluster, devices: Mapping[str, str] | None = None) -> Object:
@@ -52,6 +55,22 @@ def resources_of(name: str, cluster: Cluster, devices: Mapping[str, str] | None 
     return {**requirements, "limits": {**limits, **extended}} if limits or extended else requirements
 
 
+def with_model_disk(resources: Object) -> Object:
+    """Requirements with the default request for a model, unless the administrator has set that resource."""
+    requests = resources.get("requests", {})
+    if DISK in requests or DISK in resources.get("limits", {}):
+        return resources
+    return {**resources, "requests": {**requests, DISK: MODEL_DISK}}
+
+
+def without_model_disk(resources: Object) -> Object:
+    """Requirements without the default request for a model."""
+    requests: Mapping[str, Any] = resources.get("requests", {})
+    if requests.get(DISK) != MODEL_DISK:
+        return resources
+    return {**resources, "requests": {name: amount for name, amount in requests.items() if name != DISK}}
+
+
 def within_limits(template: Object) -> Object:
     """A pod template in which no default request exceeds a limit that a patch has set: a patch needs to name the limit
     only.
@@ -69,7 +88,7 @@ def _fitted(containers: Sequence[Object]) -> list[Object]:
 
 
 def _capped(name: str, resources: Object) -> Object:
-    defaults = DEFAULTS.get(name, {})
+    defaults = {**DEFAULTS.get(name, {}), DISK: MODEL_DISK}
     limits: Mapping[str, object] = resources.get("limits") or {}
     requests: Object = {**(resources.get("requests") or {})}
     for resource, amount in defaults.items():

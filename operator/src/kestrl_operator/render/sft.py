@@ -17,7 +17,7 @@ from kestrl_operator.render.commands import under_init
 from kestrl_operator.render.identity import metadata_egress, with_identity
 from kestrl_operator.render.job import claims_in, owner
 from kestrl_operator.render.network import outside
-from kestrl_operator.render.pod_defaults import with_pod_defaults
+from kestrl_operator.render.pod_defaults import with_cache, with_model, with_pod_defaults
 from kestrl_operator.render.pods import Object, container_security, placement, pod_security, preparing
 from kestrl_operator.render.resources import resources_of
 from kestrl_operator.render.volumes import (
@@ -92,7 +92,7 @@ def render_sft(inputs: SFTGiven) -> list[Object]:
     profile = profile_of(inputs.job, inputs.cluster)
     settings = {
         "sft.json": _settings(inputs, profile).model_dump_json(indent=2),
-        "prepare-sft.json": preparation(inputs.job).model_dump_json(indent=2),
+        "prepare-sft.json": with_cache(preparation(inputs.job), inputs.cluster).model_dump_json(indent=2),
     }
     objects = [
         _object(inputs, "v1", "ConfigMap", support_name(inputs.name), data=settings),
@@ -185,6 +185,8 @@ def _batch_spec(inputs: SFTGiven, profile: Profile) -> Object:
         "metadata": {"labels": {**_labels(inputs.name), UID_LABEL: inputs.uid, **profile.labels}},
         "spec": _pod(inputs, profile),
     }
+    reads, queued = preparation(inputs.job), bool(inputs.queue_labels)
+    pods = with_model(pods, reads, inputs.cluster, inputs.namespace, queued=queued)
     if inputs.identity is not None:
         pods = with_identity(pods, inputs.identity, [CONTAINER])
     stopped = {"operator": "In", "values": list(STOPPED)}

@@ -48,6 +48,21 @@ class LearnerState(_Values):
     storage_class: str | None = None
 
 
+class ModelCache(_Values):
+    """The volume in which the pods of jobs share models that they download; none by default."""
+
+    claim: Name | None = None
+    """A PersistentVolumeClaim in the jobs' namespaces."""
+    node_path: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$")] | None = None
+    """A folder of every node, in which each namespace has one of its own."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.claim is not None and self.node_path is not None:
+            raise ValueError("give either claim or nodePath")
+        return self
+
+
 class DefaultStorage(_Values):
     """Object storage of the jobs that name none."""
 
@@ -167,6 +182,7 @@ class Cluster(_Values):
     them."""
     accelerators: Mapping[str, Any] = {}
     learner_state: LearnerState = LearnerState()
+    model_cache: ModelCache = ModelCache()
     tools_runtime_class: str | None = None
     """RuntimeClass of tool pods and of pods with a user's image, such as gvisor."""
     network_policies: bool = True

@@ -104,7 +104,7 @@ def test_devices_are_requested_by_profile(learner: dict[str, Any], image: str, r
     assert container["image"] == image
     assert container["resources"] == {
         "limits": {resource: "1"},
-        "requests": {"cpu": "2", "memory": "512Mi", resource: "1"},
+        "requests": {"cpu": "2", "memory": "512Mi", "ephemeral-storage": "2Gi", resource: "1"},
     }
     assert settings(objects).device == learner["device"].partition(":")[0], "the pod sees one device"
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +15,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from tests.fakes.ports import free_port
-from tests.go import go
 
 from kestrl.tools import WarmPool
 from kestrl_sandbox.config import PoolConfig
@@ -33,51 +29,20 @@ from kestrl_sandbox.remote.claims import ClaimedSandboxes
 from kestrl_sandbox.remote.cluster_api import OwnPod
 
 from .cluster.client import Cluster, Object
-from .cluster.commands import eventually, run
-from .cluster.kit import cache_folder
+from .cluster.commands import eventually
+from .jobs.agent_sandbox import has_ready, running_agent_sandbox, runtime_class, warm_pool
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
-VERSION = "v0.5.6"
-MODULE = "sigs.k8s.io/agent-sandbox"
-EXAMPLE = Path(__file__).parents[2] / "examples/sandbox-claims/warm-pool.yaml"
 TOKEN = "a-token-of-the-pool"
 CLAIM = "sandboxclaims.extensions.agents.x-k8s.io"
 SANDBOX = "sandboxes.agents.x-k8s.io"
 
 
-def established(definition: Object) -> bool:
-    conditions: list[Object] = definition.get("status", {}).get("conditions") or []
-    return any(item["type"] == "Established" and item["status"] == "True" for item in conditions)
-
-
 @pytest.fixture(scope="module")
 def controller(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster with agent-sandbox's definitions and its controller, built from the Go module proxy."""
-    module = json.loads(run(go(), "mod", "download", "-json", f"{MODULE}@{VERSION}", seconds=300))
-    for path in sorted(Path(module["Dir"]).glob("helm/crds/*.yaml")):
-        control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
-        name = yaml.safe_load(path.read_text())["metadata"]["name"]
-        control_plane.wait_for("customresourcedefinition", name, established)
-    program = cache_folder() / f"agent-sandbox-controller-{VERSION}"
-    build = ("build", "-mod=readonly", "-trimpath", "-ldflags=-s -w", "-o", str(program))
-    environment = {**os.environ, "CGO_ENABLED": "0"}
-    run(go(), "-C", module["Dir"], *build, "./cmd/agent-sandbox-controller", env=environment, seconds=600)
-    log = tmp_path_factory.mktemp("agent-sandbox") / "log"
-    flags = [
-        f"--kubeconfig={control_plane.kubeconfig}",
-        "--extensions",
-        "--leader-elect=false",
-        "--enable-webhook=false",
-        "--manage-webhook-certs=false",
-        "--metrics-bind-address=0",
-        f"--health-probe-bind-address=127.0.0.1:{free_port()}",
-    ]
-    with log.open("w") as output, subprocess.Popen([program, *flags], stderr=output) as it:
-        try:
-            yield control_plane
-        finally:
-            it.terminate()
-            it.wait(30)
+    """The cluster with agent-sandbox."""
+    with running_agent_sandbox(control_plane, tmp_path_factory.mktemp("agent-sandbox")):
+        yield control_plane
 
 
 @pytest.fixture
@@ -121,15 +86,6 @@ class Place:
         return len(pods) >= count
 
 
-def example() -> list[Any]:
-    """The documents of the example, with two sandboxes in the pool."""
-    documents = list(yaml.safe_load_all(EXAMPLE.read_text()))
-    for item in documents:
-        if item["kind"] == "SandboxWarmPool":
-            item["spec"]["replicas"] = 2
-    return documents
-
-
 def account(cluster: Cluster, namespace: str, folder: Path) -> tuple[str, Path, Path]:
     """Address of the API server, a file with a token of the example's account, and the authority's certificate."""
     (found,) = yaml.safe_load(cluster.kubeconfig.read_text())["clusters"]
@@ -145,11 +101,9 @@ def account(cluster: Cluster, namespace: str, folder: Path) -> tuple[str, Path, 
 @pytest.fixture
 def place(controller: Cluster, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     cluster, name = controller, "job-tools"
-    cluster.apply(
-        {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "kata"}, "handler": "k"}
-    )
+    cluster.apply(runtime_class("none"))
     with cluster.namespace("claims") as namespace:
-        cluster.apply(example(), namespace)
+        cluster.apply(warm_pool(2), namespace)
         containers = [{"name": "tools", "image": "none"}]
         cluster.apply(
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": containers}},
@@ -162,7 +116,7 @@ def place(controller: Cluster, port: int, tmp_path: Path, monkeypatch: pytest.Mo
         pool = WarmPool(name="code", token=TOKEN, port=port, bind_seconds=60, use_seconds=600, keep_seconds=720)
         made = Place(cluster, namespace, pod, pool)
         eventually("the pool has its pods", lambda: made.pods_ready(2), 60)
-        cluster.wait_for("sandboxwarmpool", "code", lambda found: found["status"].get("readyReplicas") == 2, namespace)
+        cluster.wait_for("sandboxwarmpool", "code", has_ready(2), namespace)
         yield made
 
 

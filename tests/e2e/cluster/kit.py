@@ -18,6 +18,8 @@ KUEUE = SOURCES / "kueue"
 """The module of Kueue's manager, and the script that builds it."""
 KEDA = SOURCES / "keda"
 """A module that requires KEDA's, for its definitions."""
+AGENT_SANDBOX = SOURCES / "agent_sandbox"
+"""The module of agent-sandbox's controller, and the script that builds it."""
 KEYED = ("go.mod", "go.sum", "build", "kubernetes/main.go", "coredns/main.go")
 """The files that `build` names the folder by, in its order."""
 COMPLETE = ".complete"
@@ -82,3 +84,13 @@ def kueue_folder() -> Path:
 def keda_folder() -> Path:
     """The folder of KEDA's module, with its definitions."""
     return module_folder("github.com/kedacore/keda/v2", KEDA)
+
+
+def build_agent_sandbox() -> Path:
+    """The controller of agent-sandbox, built if necessary, with progress on standard error."""
+    return _built(AGENT_SANDBOX / "build") / "agent-sandbox-controller"
+
+
+def agent_sandbox_folder() -> Path:
+    """The folder of agent-sandbox's module, with its definitions."""
+    return module_folder("sigs.k8s.io/agent-sandbox", AGENT_SANDBOX)

@@ -148,6 +148,22 @@ def counted(name: str, model: str, shape: Shape) -> Iterator[Row]:
     )
 
 
+def in_bfloat16(model: str, shape: Shape) -> Iterator[Row]:
+    """What a rounded adapter saves in operations."""
+    exact, rounded = (
+        alone("operations", model, shape, Options(repeats=0, dtype="bfloat16", checkpointing=True, rounded=rounded))
+        for rounded in (False, True)
+    )
+    for figure, unit in (("per_pass_and_layer", "operations"), ("casts_per_pass_and_layer", "casts")):
+        yield Row(
+            name=f"learner_step/bfloat16/{figure}",
+            value=rounded[figure],
+            unit=unit,
+            reference=exact[figure],
+            against="adapter in float32",
+        )
+
+
 def trl_is_installed() -> bool:
     if find_spec("trl") is None:
         print("learner_step: trl is not installed, and its rows are missing", file=sys.stderr)
@@ -175,6 +191,7 @@ def measured(model: str, shapes: dict[str, Shape]) -> Iterator[Row]:
         tiny = str(make("tiny", Path(folder), "cpu"))
         for name, shape in shapes.items():
             yield from counted(name, tiny, shape)
+        yield from in_bfloat16(tiny, shapes["short"])
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ class Options:
 
     device: str = "cpu"
     dtype: str = "float32"
+    rounded: bool | None = None
+    """Whether passes of ours compute with the adapter in bfloat16; None is the learner's choice for the device."""
     checkpointing: bool = False
     tokens_per_pass: int = 16_384
     micro: int = 8
@@ -159,6 +161,7 @@ def ours(
         alpha=32.0,
         targets="all-linear",
         seed=1,
+        rounded=options.rounded,
         device=options.device,
         gradient_checkpointing=options.checkpointing,
         tokens_per_pass=options.tokens_per_pass,
@@ -203,7 +206,8 @@ def ours(
 
 def operations(model: str, shape: Shape, options: Options) -> dict[str, float]:
     """Operations of a step that launch a kernel on a GPU, counted on a CPU, where `ours` computes the same ones but for
-    attention, which is one operation of a packed sequence on CUDA.
+    attention, which is one operation of a packed sequence on CUDA, and two casts of gradients for each layer whose
+    adapter is rounded, which are none on CUDA.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -226,6 +230,7 @@ def operations(model: str, shape: Shape, options: Options) -> dict[str, float]:
         "operations": counts.total(),
         "passes": figures["passes"],
         "per_pass_and_layer": counts.total() / figures["passes"] / layers,
+        "casts_per_pass_and_layer": counts["_to_copy"] / figures["passes"] / layers,
     }
 
 

@@ -103,6 +103,8 @@ def step_lines(place: Place, size: str, model: Path, shape: Shape, rate: float) 
         "trl_1": ("trl", replace(base, micro=1)),
         "trl_4": ("trl", replace(base, micro=4)),
     }
+    if size == SIZES[0] or place.quick:
+        candidates["ours_float32_adapter"] = ("ours", replace(base, rounded=False))
     baseline: dict[str, float] | None = None
     for name, (candidate, options) in candidates.items():
         title = f"step/{size}/{name}"

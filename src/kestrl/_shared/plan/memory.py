@@ -34,6 +34,8 @@ class MemoryPart(StrEnum):
     GATHERED = "gathered layers"
     """With several ranks: layers that are whole while they are computed, and what gathers the next one."""
     ADAPTER = "adapter"
+    ROUNDED = "adapter in bfloat16"
+    """Copies of the adapter that passes compute with."""
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
     ACTIVATIONS = "activations"

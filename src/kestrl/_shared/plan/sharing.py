@@ -16,7 +16,13 @@ ENGINE_PROGRAM = 3 * GIB
 UNUSED = GIB // 2
 """Bytes that neither may use, for what the estimates leave out."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-RESIDENT = (MemoryPart.ADAPTER, MemoryPart.OPTIMIZER, MemoryPart.COPIES, MemoryPart.PROGRAM)
+RESIDENT = (
+    MemoryPart.ADAPTER,
+    MemoryPart.ROUNDED,
+    MemoryPart.OPTIMIZER,
+    MemoryPart.COPIES,
+    MemoryPart.PROGRAM,
+)
 """What the learner keeps on the device between two updates, beside its base."""
 PINNED = 2
 """Bound of the host memory in which a sleeping engine keeps its weights, over their bytes: it pins a copy of each piece

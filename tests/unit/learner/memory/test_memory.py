@@ -197,6 +197,15 @@ def test_all_parameters_have_their_gradients_and_optimizer_state(tmp_path: Path)
     assert half.parts[MemoryPart.ACTIVATIONS] < single.parts[MemoryPart.ACTIVATIONS]
 
 
+def test_a_device_computes_with_copies_of_the_adapter_and_keeps_no_float32_activations(tmp_path: Path) -> None:
+    here = asked(config_of(tmp_path, layers=2), dtype="bfloat16", group_rows=2)
+    there = here.model_copy(update={"policy": here.policy.model_copy(update={"device": "cuda"})})
+    on_cpu, on_device = estimate(here).parts, estimate(there).parts
+    assert MemoryPart.ROUNDED not in on_cpu
+    assert on_device[MemoryPart.ADAPTER] == on_cpu[MemoryPart.ADAPTER] == 2 * on_device[MemoryPart.ROUNDED]
+    assert on_device[MemoryPart.ACTIVATIONS] < 0.7 * on_cpu[MemoryPart.ACTIVATIONS]
+
+
 @pytest.mark.share(2)
 def test_ranks_divide_the_layers_and_keep_the_rest_whole(tmp_path: Path) -> None:
     model = config_of(tmp_path, layers=8)

@@ -39,6 +39,7 @@ from kestrl_learner.memory.live_bytes import LiveBytes
 from kestrl_learner.model.checkpointing import layers_of
 from kestrl_learner.model.full_model import FullModel
 from kestrl_learner.model.policy_model import PolicyModel
+from kestrl_learner.model.rounded_adapter import RoundedLinear, rounds_adapter
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 from kestrl_learner.ranks.sharding import shard_layers
 
@@ -118,6 +119,13 @@ class ShapedPolicyModel(ShapedModel, PolicyModel):
 
     trained_part = MemoryPart.ADAPTER
 
+    def pass_logprobs(self, pieces: Sequence[Piece], temperature: float, entropies: list[Tensor] | None) -> Tensor:
+        with self.live.counting(MemoryPart.ROUNDED):
+            for module in self.network.modules():
+                if isinstance(module, RoundedLinear):
+                    module.current_copies()
+        return super().pass_logprobs(pieces, temperature, entropies)
+
     def shard(self, mesh: DeviceMesh) -> None:
         """Shards the layers over ranks, as loading with weights does."""
         with self.live.counting(MemoryPart.BASE):
@@ -147,6 +155,7 @@ def _shaped(settings: MemorySettings) -> ShapedModel:
         alpha=policy.alpha,
         targets=policy.targets,
         seed=policy.seed,
+        rounded=rounds_adapter(policy.dtype, policy.device),
         **options,
     )
 

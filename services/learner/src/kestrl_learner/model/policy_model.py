@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from kestrl._shared.spec.rules.adapter_rules import TARGETS, unserved
 from kestrl.errors import UserInputError
 from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.model.rounded_adapter import round_adapter, rounds_adapter
 from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
 
@@ -34,6 +35,8 @@ class PolicyModel(TrainedModel):
         alpha: Scaling of the adapter.
         targets: Modules that get an adapter, or `all-linear`.
         seed: Seed of the adapter's initialisation (A random, B zero: version 0 equals the base).
+        rounded: Whether passes compute with copies of the adapter in bfloat16; None is `rounds_adapter`'s choice. It
+            has no effect on a base in float32.
         options: As of `TrainedModel`.
 
     Raises:
@@ -49,6 +52,7 @@ class PolicyModel(TrainedModel):
         alpha: float,
         targets: str | Sequence[str],
         seed: int,
+        rounded: bool | None = None,
         **options: Unpack[ModelOptions],
     ) -> None:
         self.config = LoraConfig(
@@ -60,6 +64,7 @@ class PolicyModel(TrainedModel):
             task_type="CAUSAL_LM",
             base_model_name_or_path=path,
         )
+        self._rounded = rounds_adapter(dtype, options.get("device", "cpu")) if rounded is None else rounded
         super().__init__(path, dtype=dtype, seed=seed, **options)
 
     @property
@@ -73,6 +78,8 @@ class PolicyModel(TrainedModel):
         except ValueError as error:
             raise UserInputError(f"{TARGETS}: {error}") from error
         _refuse_other_layers(peft_model)
+        if self._rounded:
+            round_adapter(peft_model)
         return peft_model
 
     def trained_state(self) -> dict[str, Tensor]:

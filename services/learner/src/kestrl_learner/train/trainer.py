@@ -300,6 +300,7 @@ class Trainer:
             raise NotFinite(f"step {step + 1}: loss {loss}, gradient norm {norm}; lower algorithm.learningRate")
         if any(one_pass.kind.backward for one_pass in passes):
             self.optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+            torch.autograd.graph.increment_version(weights)  # a fused optimizer does not count its changes
         return loss, norm
 
     def _passes_of_update(self, batch: Sequence[tuple[int, TrainGroup]]) -> list[Pass]:

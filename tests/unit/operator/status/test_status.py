@@ -1059,8 +1059,11 @@ def test_convergence_needs_every_engine_and_is_unknown_without_a_report(seen: Sn
     if status == "True":
         assert latest is not None
         wanted = max(seen.job.spec.inference.replicas.min, latest.state.engines.total)
-        proved = {item.name for item in latest.state.engines.reports if item.policy == latest.policy}
-        assert min(len(proved), latest.state.engines.verified) >= wanted
+        fleet = latest.state.engines
+        proved = {item.name for item in fleet.reports if item.policy == latest.policy}
+        recent = {item.name for item in fleet.reports if item.policy is not None and item.lag <= 1}
+        updating = fleet.verified < fleet.total and latest.at < latest.stepped + UPDATE_SECONDS
+        assert min(len(proved), fleet.verified) >= wanted or (updating and min(len(recent), fleet.total) >= wanted)
         assert latest.policy is not None
         assert latest.policy.sha256
 

@@ -19,6 +19,8 @@ from kestrl.errors import EngineFailure, KestrlError, ToolFailure, UserInputErro
 from kestrl.tools import ToolError
 from kestrl_inference.engine import _read as read_answer  # pyright: ignore[reportPrivateUsage] - its boundary
 from kestrl_rollout.engine.client import EngineClient
+from kestrl_rollout.engine.client import _completion as read_completion  # pyright: ignore[reportPrivateUsage]
+from kestrl_rollout.engine.http import HttpAnswer
 from kestrl_sandbox.contract import Outcome, Result
 from kestrl_sandbox.remote.wire import ResultMessage, SlotAnswer, request_of
 from kestrl_tools.execution import answer_of
@@ -81,7 +83,8 @@ RUNS = (
 
 
 def generated(document: str) -> None:
-    completion = EngineClient(None, Vllm())._completion("e", "p", document.encode("utf-8", "replace"), None)  # pyright: ignore[reportPrivateUsage]
+    answer = HttpAnswer(200, document.encode("utf-8", "replace"))
+    completion = read_completion("e", EngineClient(None, Vllm())._read("e", "p", answer))  # pyright: ignore[reportPrivateUsage]
     sent(completion.finish_reason)
 
 

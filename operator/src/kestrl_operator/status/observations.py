@@ -235,13 +235,20 @@ def _converged(snapshot: Snapshot, spec: JobSpec) -> Observation:
     verified = f"{live.verified}/{total} engines have verified {version}"
     if verified_by_all(snapshot, spec):
         return _true(Type.POLICY_CONVERGED, "AllProved", verified)
-    if live.state.engines.updating and live.state.engines.total >= total and live.at < live.stepped + UPDATE_SECONDS:
+    if _updating(live, total):
         return _true(Type.POLICY_CONVERGED, "AllProved", f"all have verified the version before; {verified}")
     lying = [engine for engine in live.state.engines.reports if engine.state is ServingState.QUARANTINED]
     if lying:
         message = lying[0].message or "no reason was reported"
         return _false(Type.POLICY_CONVERGED, "Quarantined", f"{verified}; {lying[0].name}: {message}")
     return _false(Type.POLICY_CONVERGED, "Loading", verified)
+
+
+def _updating(live: LearnerReport, engines: int) -> bool:
+    """Whether all engines load a version that was published a moment ago, and have verified the one before."""
+    fleet = live.state.engines
+    is_recent = live.policy is not None and live.at < live.stepped + UPDATE_SECONDS
+    return is_recent and fleet.updating and fleet.total >= engines
 
 
 def _flowing(snapshot: Snapshot, decision: Decision, spec: JobSpec) -> Observation:

@@ -1062,8 +1062,8 @@ def test_convergence_needs_every_engine_and_is_unknown_without_a_report(seen: Sn
         fleet = latest.state.engines
         proved = {item.name for item in fleet.reports if item.policy == latest.policy}
         recent = {item.name for item in fleet.reports if item.policy is not None and item.lag <= 1}
-        updating = fleet.verified < fleet.total and latest.at < latest.stepped + UPDATE_SECONDS
-        assert min(len(proved), fleet.verified) >= wanted or (updating and min(len(recent), fleet.total) >= wanted)
+        in_update = fleet.verified < fleet.total and latest.at < latest.stepped + UPDATE_SECONDS
+        assert min(len(proved), fleet.verified) >= wanted or (in_update and min(len(recent), fleet.total) >= wanted)
         assert latest.policy is not None
         assert latest.policy.sha256
 

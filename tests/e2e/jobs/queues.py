@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from tests.e2e.cluster.client import Cluster, Object
 from tests.e2e.cluster.commands import CommandFailed, eventually
@@ -21,6 +22,9 @@ PODS = 5
 """The pods of one of the jobs: learner, engine, rollout worker, tools and judge."""
 CHECK, CHECKED = "nodes", "checked"
 """Names of an admission check, and of the ClusterQueue that has it."""
+SELECTOR = {"kubernetes.io/os": "linux"}
+LABELS, ANNOTATIONS = {"example.dev/slot": "7"}, {"example.dev/request": "request-1"}
+TOLERATION = {"key": "example.dev/reserved", "operator": "Exists", "effect": "NoSchedule"}
 
 
 def cluster_object(kind: str, name: str, **content: object) -> Object:
@@ -109,10 +113,31 @@ class CheckController:
 
     cluster: Cluster
 
-    def answer(self, workload: Object, state: str, message: str) -> None:
+    def answer(self, workload: Object, state: str, message: str, **fields: Any) -> None:
         """Writes the state of the check of a Workload."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        check = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now}
+        check = {"name": CHECK, "state": state, "message": message, "lastTransitionTime": now, **fields}
         place = workload["metadata"]
         status = {"status": {"admissionChecks": [check]}}
         self.cluster.patch(WORKLOAD, place["name"], status, place["namespace"], subresource="status")
+
+    def reserving(self) -> int:
+        """Workloads that hold quota of the queue."""
+        reserving: int = self.cluster.get(f"clusterqueue.{GROUP}", CHECKED)["status"]["reservingWorkloads"]
+        return reserving
+
+
+def updates(roles: Sequence[str]) -> list[Object]:
+    """What the check adds to pods of these roles."""
+    added = {"nodeSelector": SELECTOR, "labels": LABELS, "annotations": ANNOTATIONS, "tolerations": [TOLERATION]}
+    return [{"name": role, **added} for role in roles]
+
+
+def has_updates(pod: Object) -> bool:
+    metadata, spec = pod["metadata"], pod["spec"]
+    return (
+        metadata["labels"].items() >= LABELS.items()
+        and metadata.get("annotations", {}).items() >= ANNOTATIONS.items()
+        and (spec.get("nodeSelector") or {}).items() >= SELECTOR.items()
+        and TOLERATION in spec["tolerations"]
+    )

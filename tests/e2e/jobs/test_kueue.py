@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from tests.e2e.cluster.client import Object
@@ -34,6 +35,7 @@ from .queues import (
     cluster_object,
     cluster_queue,
     further_objects,
+    has_updates,
     local_queue,
     pods,
     queued,
@@ -41,6 +43,7 @@ from .queues import (
     queues,
     reserves,
     takes,
+    updates,
     workload,
 )
 from .test_sft import NAME as SFT_NAME
@@ -50,6 +53,8 @@ from .test_sft import SFT_JOB, logs, sft_place
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(12)]
 RELEASED_SECONDS = 120.0
 """For a drain: the end of rollouts, the checkpoint and the end of all pods."""
+UPDATED = ("inference", "learner")
+"""Roles whose pods get what the check adds."""
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +164,100 @@ def test_kueue_preempts_an_sftjob_which_goes_on_from_its_checkpoint(kueue: Insta
         done = wait(is_true("Succeeded"), 400)
         assert done["status"].get("restarts", 0) == 0, "a pod that was preempted did not fail"
         assert condition(done, "QuotaReserved")[:2] == ("Unknown", "NotObserved")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_job_that_borrows_of_its_cohort_gives_the_quota_back_and_goes_on(kueue: Installation) -> None:
+    cluster, lender, borrower = kueue.cluster, "lender", "borrower"
+    owner = cluster_queue(lender, cohortName="teams", preemption={"reclaimWithinCohort": "Any"})
+    without_quota = cluster_queue(borrower, 0, cohortName="teams")
+    with further_objects(cluster, owner, without_quota), kueue.place("cohort") as namespace:
+        cluster.apply([local_queue(name, name) for name in (lender, borrower)], namespace)
+        cluster.apply(queued("guest", queue=borrower, schedule__maxSteps=1000), namespace)
+        kueue.wait("guest", namespace, reserves("True", "Admitted", f"by ClusterQueue {borrower}"), 120)
+        kueue.wait_for_adapter("guest", namespace, 1, 600)
+
+        cluster.apply(queued("host", queue=lender, schedule__maxSteps=2), namespace)
+        kueue.wait("guest", namespace, reserves("False", "Draining", "reclamation within the cohort"), 120)
+        kueue.wait("host", namespace, reserves("True", "Admitted", f"by ClusterQueue {lender}"), RELEASED_SECONDS)
+        assert not pods(cluster, "guest", namespace), "the quota is given back when the last pod is gone"
+        evicted = kueue.wait("guest", namespace, reserves("False", "Waiting"), 60)
+        assert evicted["status"]["shown"]["phase"] == "Queued"
+        step = newest_adapter(kueue, "guest")
+        done = kueue.wait("host", namespace, is_true("Succeeded"), 600)
+        assert summary(kueue, done)["steps"] == 2
+
+        kueue.wait("guest", namespace, reserves("True", "Admitted"), 200)
+        kueue.wait_for_adapter("guest", namespace, step + 1, 600)
+        assert trained_once(kueue, "guest"), "no step was lost, and none was trained twice"
+        assert kueue.job("guest", namespace)["status"].get("restarts", 0) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_job_follows_an_admission_check_in_each_of_its_states(
+    kueue: Installation, controller: CheckController
+) -> None:
+    cluster, name = kueue.cluster, "careful"
+    with kueue.place("checks") as namespace:
+
+        def answer(state: str, message: str, **fields: Any) -> None:
+            controller.answer(workload(cluster, name, namespace), state, message, **fields)
+
+        def wait(status: str, reason: str, message: str, seconds: float = 120) -> Object:
+            return kueue.wait(name, namespace, reserves(status, reason, message), seconds)
+
+        cluster.apply(local_queue(QUEUE, CHECKED), namespace)
+        cluster.apply(queued(name, schedule__maxSteps=1000), namespace)
+        checking = wait(
+            "True", "Checking", f"ClusterQueue {CHECKED} has reserved it; admission check {CHECK} is Pending"
+        )
+        assert checking["status"]["shown"]["phase"] == "Queued"
+        assert not pods(cluster, name, namespace)
+        assert "startedAt" not in checking["status"]
+
+        # A check to be tried again gives the quota back, and Kueue may reserve it anew at once.
+        answer("Retry", "no node yet")
+        wait("True", "Checking", "Reset to Pending after eviction")
+        answer("Pending", "a node is made")
+        wait("True", "Checking", f"admission check {CHECK} is Pending: a node is made")
+
+        answer("Ready", "there is a node", podSetUpdates=updates(UPDATED))
+        wait("True", "Admitted", f"by ClusterQueue {CHECKED}")
+        kueue.wait_for_adapter(name, namespace, 1, 600)
+        placed = {
+            pod["metadata"]["labels"]["kestrl.dev/role"]: has_updates(pod) for pod in pods(cluster, name, namespace)
+        }
+        assert placed == {role: role in UPDATED for role in ("inference", "learner", "rollout", "tools", "judge")}
+
+        # So does one that fails while the job trains, which drains.
+        answer("Retry", "the node is gone")
+        wait("False", "Draining", "the node is gone")
+        wait("True", "Checking", f"admission check {CHECK} is Pending", 240)
+        assert not pods(cluster, name, namespace)
+        step = newest_adapter(kueue, name)
+
+        # A rejection deactivates the Workload, which the job says, and how to go on: first one way, then the other.
+        rejection = f'deactivated due to AdmissionCheck in Rejected state: "{CHECK}" (no such node)'
+        answer("Rejected", "no such node")
+        rejected = wait("False", "Inactive", rejection)
+        assert rejected["status"]["shown"]["phase"] == "Queued"
+        eventually("the quota is free", lambda: controller.reserving() == 0, 60)
+        cluster.patch(WORKLOAD, f"{name}-agentrljob", {"spec": {"active": True}}, namespace)
+        wait("True", "Checking", f"admission check {CHECK} is Pending")
+        answer("Rejected", "no such node")
+        wait("False", "Inactive", rejection)
+        cluster.patch(JOB, name, {"spec": {"suspend": True}}, namespace)
+        cluster.wait_gone(WORKLOAD, f"{name}-agentrljob", namespace)
+        cluster.patch(JOB, name, {"spec": {"suspend": False}}, namespace)
+        wait("True", "Checking", f"admission check {CHECK} is Pending")
+
+        answer("Ready", "there is a node", podSetUpdates=updates(UPDATED))
+        wait("True", "Admitted", f"by ClusterQueue {CHECKED}")
+        kueue.wait_for_adapter(name, namespace, step + 1, 600)
+        assert trained_once(kueue, name), "no step was lost, and none was trained twice"
+        assert kueue.job(name, namespace)["status"].get("restarts", 0) == 0
 
 
 @pytest.mark.long

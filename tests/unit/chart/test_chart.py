@@ -578,6 +578,8 @@ OTHERS: dict[str, Any] = {
     "jobs.resources": {"learner": {"limits": {"memory": "1Gi"}}},
     "jobs.accelerators": {"mine": {"image": "cpu"}},
     "jobs.learnerState.storageClass": "fast",
+    "jobs.modelCache.claim": "models",
+    "jobs.modelCache.nodePath": "/models",
     "jobs.toolsRuntimeClass": "gvisor",
     "operator.pullPolicy": "Always",
     "operator.pullSecrets": ["s"],

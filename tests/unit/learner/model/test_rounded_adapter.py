@@ -277,8 +277,8 @@ def test_training_goes_where_a_float32_adapter_goes(checkpointing: bool, models:
             trainer.step(make_groups(seed=step), step)
     exact, rounded = (policy.trained_state() for policy in policies)
     moved = sum(float((exact[name] - start[name]).square().sum()) for name in start) ** 0.5
-    apart = sum(float((exact[name] - rounded[name]).square().sum()) for name in start) ** 0.5
-    assert apart < 0.15 * moved
+    distance = sum(float((exact[name] - rounded[name]).square().sum()) for name in start) ** 0.5
+    assert distance < 0.15 * moved
 
 
 # Layers, ranks
@@ -323,9 +323,9 @@ def test_two_ranks_take_the_step_of_one(models: dict[str, Path]) -> None:
         assert not isinstance(found, BaseException), found
         assert all((found[name] == together[0][name]).all() for name in alone), "ranks stay equal"
         moved = sum((change**2).sum() for change in alone.values()) ** 0.5
-        apart = sum(((found[name] - change) ** 2).sum() for name, change in alone.items()) ** 0.5
+        distance = sum(((found[name] - change) ** 2).sum() for name, change in alone.items()) ** 0.5
         assert moved > 0
-        assert apart < 0.15 * moved
+        assert distance < 0.15 * moved
 
 
 # What it saves

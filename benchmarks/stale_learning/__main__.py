@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.stale_groups import MODES, SEEDS, WORKLOADS, Mode
+from benchmarks.stale_groups.simulation import MODES, SEEDS, Mode
+from benchmarks.stale_groups.workloads import WORKLOADS
 
 from kestrl._shared.plan.components import TORCH_DEFAULTS
 

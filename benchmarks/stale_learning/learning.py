@@ -19,18 +19,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.one_step import JOB
-from benchmarks.stale_groups import (
-    GROUPS,
-    PREFILL,
-    UNBOUNDED,
-    Episode,
-    GroupRun,
-    Mode,
-    Running,
-    Simulation,
-    Turn,
-    Workload,
-)
+from benchmarks.stale_groups.simulation import GROUPS, PREFILL, UNBOUNDED, GroupRun, Mode, Running, Simulation
+from benchmarks.stale_groups.workloads import Episode, Turn, Workload
 from benchmarks.stale_learning.lookups import ATTEMPTS, LONG_SHARE, Chain, Play, draw_chain, is_long, mean_reward
 from benchmarks.stale_learning.sampler import Sampler
 

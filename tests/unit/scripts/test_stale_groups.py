@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from benchmarks.stale_groups import PREFILL, UNBOUNDED, WORKLOADS, Simulation
+from benchmarks.stale_groups.simulation import PREFILL, UNBOUNDED, Simulation
+from benchmarks.stale_groups.workloads import WORKLOADS
 
 (ONE_TURN,) = (workload for workload in WORKLOADS if workload.name == "one_turn")
 

@@ -1,30 +1,18 @@
-"""Simulated cost of stragglers with staleness: what becomes of a running group that an update makes too old.
-
-`release` gives it up and attempts its scenario again, `wait` has the step wait for it, `continue` lets it go on: each
-turn is sampled by the newest version when it begins, and tokens older than a bound are masked.
-
-Discrete events with the learner's own rules of admission and waiting. Engines share their time among the turns that
-are sampled: up to SLOTS turns run at full speed, more slow each other down. A turn decodes its tokens after it has
-computed those of its prefix that are not in the engine's cache: what the last tool call answered, or, when the version
-differs from the turn's before, the whole prefix, since keys and values belong to a version. A turn that an update finds
-running ends with the version that it began with, unless that is too old by the rollout worker's own rule: then it is
-cut, and sampled again by the newest version from its beginning.
-"""
+"""A simulated run: discrete events with the learner's own rules of admission and waiting."""
 
 from __future__ import annotations
 
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count, product
-from statistics import fmean
+from itertools import count
 from typing import Literal
 
-from benchmarks.report import Row, main
+from benchmarks.stale_groups.engines import Engines
+from benchmarks.stale_groups.workloads import Episode, Workload
 
-from kestrl._shared.plan.algorithm import TOKEN_BOUND
 from kestrl_learner.ledger.schedule import admissible, affordable
 from kestrl_rollout.engine.engine_set import is_too_old
 
@@ -35,69 +23,9 @@ PREFILL = 0.1
 """Engine time of a token of a prefix / of a sampled token."""
 PROMPT = 1000
 UNBOUNDED = 10**9
-MODES = ("release", "wait", "continue")
 Mode = Literal["release", "wait", "continue"]
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A turn: tokens that the model samples, tokens that its tool answers, and the tool's seconds."""
-
-    sampled: int
-    answered: int
-    tool: float
-
-
-Episode = tuple[Turn, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A kind of scenario.
-
-    One in ten scenarios is long: its episodes take LONG times as many turns; where all have one turn, it is as many
-    times as long.
-    """
-
-    name: str
-    episodes: int
-    """Episodes in a group."""
-    turns: float
-    """Mean of an episode that is not long; geometric unless 1."""
-    sampled: int
-    """Median of a turn's tokens; log-normal."""
-    spread: float
-    """Standard deviation of the logarithm of a turn's tokens."""
-    tool: float
-    """Mean seconds of a tool call; exponential, and one call in twenty takes ten times as long."""
-    update: float
-    """Seconds of an update."""
-
-    LONG = 4
-
-    def group(self, chance: random.Random) -> tuple[Episode, ...]:
-        is_long = chance.random() < 0.1
-        return tuple(self._episode(chance, is_long) for _ in range(self.episodes))
-
-    def _episode(self, chance: random.Random, is_long: bool) -> Episode:
-        factor = self.LONG if is_long else 1
-        if self.turns == 1:
-            return (Turn(round(factor * self.sampled * chance.lognormvariate(0, self.spread)), 0, 0.0),)
-        mean, turns = self.turns * factor, 1
-        while chance.random() > 1 / mean and turns < 8 * mean:
-            turns += 1
-        return tuple(self.turn(chance) for _ in range(turns))
-
-    def turn(self, chance: random.Random) -> Turn:
-        seconds = chance.expovariate(1 / self.tool) * (10 if chance.random() < 0.05 else 1)
-        return Turn(max(1, round(self.sampled * chance.lognormvariate(0, self.spread))), 400, seconds)
-
-
-WORKLOADS = (
-    Workload("agent", episodes=4, turns=6, sampled=100, spread=0.5, tool=1.0, update=5.0),
-    Workload("slow_tools", episodes=4, turns=6, sampled=50, spread=0.5, tool=4.0, update=5.0),
-    Workload("one_turn", episodes=4, turns=1, sampled=800, spread=1.0, tool=0.0, update=5.0),
-)
+MODES: tuple[Mode, ...] = ("release", "wait", "continue")
+SEEDS = (1, 2, 3)
 
 
 @dataclass(slots=True)
@@ -130,39 +58,6 @@ class GroupRun:
     """Engine seconds by version."""
     tokens: Counter[int] = field(default_factory=Counter[int])
     """Sampled tokens by version."""
-
-
-class Engines:
-    """Engines that share their time equally among the turns they sample: a clock that runs slower with more of them."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots, self.clock, self._turns = slots, 0.0, list[tuple[float, int]]()
-
-    def _pace(self) -> float:
-        return min(1.0, self._slots / len(self._turns))
-
-    def add(self, number: int, work: float) -> None:
-        heapq.heappush(self._turns, (self.clock + work, number))
-
-    def next_end(self) -> float:
-        """Seconds until the first turn ends."""
-        return max(0.0, self._turns[0][0] - self.clock) / self._pace() if self._turns else float("inf")
-
-    def run(self, seconds: float) -> None:
-        if self._turns:
-            self.clock += seconds * self._pace()
-
-    def pop(self) -> int:
-        end, number = heapq.heappop(self._turns)
-        self.clock = max(self.clock, end)
-        return number
-
-    def cancel(self, numbers: set[int]) -> dict[int, float]:
-        """Removes turns; returns the work that each still had."""
-        gone = {number: max(0.0, end - self.clock) for end, number in self._turns if number in numbers}
-        self._turns = [turn for turn in self._turns if turn[1] not in numbers]
-        heapq.heapify(self._turns)
-        return gone
 
 
 @dataclass(slots=True)
@@ -392,64 +287,3 @@ class Simulation:
             self._start()
         self.outcome.seconds = self.now
         return self.outcome
-
-
-CELLS = (
-    *((workload, slots, PREFILL) for workload in WORKLOADS for slots in (UNBOUNDED, 16)),
-    *((WORKLOADS[0], slots, PREFILL / 5) for slots in (UNBOUNDED, 16)),
-)
-SEEDS = (1, 2, 3)
-BOUNDS = (1, 2, TOKEN_BOUND, 8)
-
-
-def measure() -> Iterator[Row]:
-    for workload, slots, prefill in CELLS:
-        engines = "room" if slots == UNBOUNDED else f"{slots}_turns"
-        for staleness in (1, 2, 4):
-            at = f"stale_groups/{workload.name}/{engines}/prefill_{prefill:g}/staleness_{staleness}"
-            yield from _rows(at, {mode: _runs(workload, staleness, slots, mode, prefill) for mode in MODES})
-    for workload, staleness, bound in product(WORKLOADS[:2], (1, 2, 4), BOUNDS):
-        runs = _runs(workload, staleness, UNBOUNDED, "continue", bound=bound)
-        at = f"stale_groups/{workload.name}/room/prefill_{PREFILL:g}/staleness_{staleness}/continue/bound_{bound}"
-        yield Row(name=at, value=fmean(run.seconds for run in runs) / STEPS, unit="s/step")
-        yield Row(name=f"{at}/age", value=fmean(run.age for run in runs), unit="steps")
-        yield from _masked_rows(at, runs)
-
-
-def _runs(
-    workload: Workload, staleness: int, slots: int, mode: Mode, prefill: float = PREFILL, bound: int = TOKEN_BOUND
-) -> list[Outcome]:
-    return [
-        Simulation(workload, staleness, slots, mode, seed=seed, prefill=prefill, bound=bound).run() for seed in SEEDS
-    ]
-
-
-def _rows(at: str, runs: dict[Mode, list[Outcome]]) -> Iterator[Row]:
-    release = fmean(run.seconds for run in runs["release"]) / STEPS
-    for mode, mode_runs in runs.items():
-        seconds = fmean(run.seconds for run in mode_runs) / STEPS
-        yield Row(name=f"{at}/{mode}", value=seconds, unit="s/step", reference=release, against="release")
-        speed = fmean(run.trained.total() / run.seconds for run in mode_runs)
-        yield Row(name=f"{at}/{mode}/trained", value=speed, unit="tokens/s")
-        share = fmean(run.given_up / run.work for run in mode_runs)
-        yield Row(name=f"{at}/{mode}/given_up", value=share, unit="of engine time")
-        yield Row(name=f"{at}/{mode}/age", value=fmean(run.age for run in mode_runs), unit="steps")
-        yield Row(name=f"{at}/{mode}/oldest", value=max(max(run.trained) for run in mode_runs), unit="steps")
-    continued = runs["continue"]
-    yield Row(
-        name=f"{at}/continue/again", value=fmean(run.repeated / run.work for run in continued), unit="of engine time"
-    )
-    cut = fmean(run.cut / run.work for run in continued)
-    yield Row(name=f"{at}/continue/cut", value=cut, unit="of engine time")
-    yield from _masked_rows(f"{at}/continue", continued)
-
-
-def _masked_rows(at: str, runs: list[Outcome]) -> Iterator[Row]:
-    masked = fmean(run.masked / (run.masked + run.trained.total()) for run in runs)
-    yield Row(name=f"{at}/masked", value=masked, unit="of tokens")
-    masked = fmean(run.long[False] / run.long.total() for run in runs)
-    yield Row(name=f"{at}/masked_of_long", value=masked, unit="of long scenarios' tokens")
-
-
-if __name__ == "__main__":
-    main(__doc__, measure)

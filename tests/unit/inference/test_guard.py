@@ -168,7 +168,17 @@ def test_a_server_without_keys_does_not_start(server: Server, monkeypatch: pytes
         ControlGuard(server)
 
 
-@pytest.mark.parametrize("value", ["", "{}", "[]", '{"open": [], "data": [1]}', '{"open": null, "data": []}'])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"open": [], "data": [1], "abort": []}',
+        '{"open": null, "data": []}',
+        '{"open": [], "data": []}',
+    ],
+)
 def test_a_server_without_routes_does_not_start(
     guarded: ControlGuard, server: Server, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
@@ -235,6 +245,16 @@ async def test_a_drain_ends_when_the_engine_is_awake_again(guarded: ControlGuard
     assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 503, "who may not end it has not"
     assert (await ask(guarded, *guard.RESUME, key(CONTROL)))[0] == 200
     assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 200
+
+
+async def test_a_draining_engine_still_ends_a_request(guarded: ControlGuard, server: Server) -> None:
+    abort = Vllm().abort("a-turn")
+    assert abort is not None
+    await ask(guarded, *guard.DRAIN, key(CONTROL))
+    assert (await ask(guarded, *GENERATE, key(DATA)))[0] == 503
+    assert (await ask(guarded, abort.method, abort.path))[0] == 401
+    assert (await ask(guarded, abort.method, abort.path, key(DATA)))[0] == 200
+    assert server.reached == [abort.path]
 
 
 ENDED = """

@@ -120,7 +120,14 @@ def _path(site: Site) -> dict[str, str]:
 
 def routes(dialect: EngineDialect) -> str:
     """Value of `ROUTES`."""
-    return json.dumps({"open": sorted(dialect.open_routes), "data": sorted(dialect.data_routes)})
+    abort = dialect.abort("any")
+    return json.dumps(
+        {
+            "open": sorted(dialect.open_routes),
+            "data": sorted(dialect.data_routes),
+            "abort": [] if abort is None else [[abort.method, abort.path]],
+        }
+    )
 
 
 def _launch(job: AgentRLJob, site: Site, index: int) -> Launch:

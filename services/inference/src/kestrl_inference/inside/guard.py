@@ -1,8 +1,8 @@
 """Access control for an engine's routes: ASGI middleware, loaded by vLLM's server (`--middleware`).
 
 It also counts the seconds in which no request to sample or to score was being answered, and says them in a header of
-what it answers to the agent. While the engine drains, it answers 503 to requests of others to data routes, and those
-that it has passed on go on.
+what it answers to the agent. While the engine drains, it answers 503 to requests of others to data routes, except to
+those that end another request; what it has passed on goes on.
 
 Two keys, by environment variable: KESTRL_ENGINE_KEY grants the data routes (sampling); KESTRL_ENGINE_CONTROL_KEY, which
 only the engine agent has, grants all routes. The lists are those of the engine's dialect (`kestrl.engines`), by
@@ -29,7 +29,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 DATA_KEY = "KESTRL_ENGINE_KEY"
 CONTROL_KEY = "KESTRL_ENGINE_CONTROL_KEY"
 ROUTES = "KESTRL_ENGINE_ROUTES"
-"""Routes that need no key, and those that the data key grants: `{"open": [["GET", "/health"]], "data": [...]}`."""
+"""Routes that need no key, those that the data key grants, and which of them end a request:
+`{"open": [["GET", "/health"]], "data": [...], "abort": [...]}`."""
 
 IDLE_HEADER = b"x-kestrl-idle"
 """Header of answers to the agent: seconds without a request to a data route, and seconds since the start."""
@@ -96,25 +97,25 @@ def bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
     return b""
 
 
-def _routes(value: str) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
-    """Open routes and data routes.
+def _routes(value: str) -> list[frozenset[tuple[str, str]]]:
+    """Open routes, data routes, and those that end a request.
 
     Raises:
         RuntimeError: The variable does not have them.
     """
     try:
         lists = json.loads(value)
-        routes = [frozenset((str(method), str(path)) for method, path in lists[kind]) for kind in ("open", "data")]
+        kinds = ("open", "data", "abort")
+        return [frozenset((str(method), str(path)) for method, path in lists[kind]) for kind in kinds]
     except (ValueError, KeyError, TypeError) as error:
         raise RuntimeError(
             f"{ROUTES} must have the engine's routes, which an operator of this version sets: {error!r}"
         ) from error
-    return routes[0], routes[1]
 
 
 class ControlGuard:
     """The middleware. Answers 401 without a key, 403 for a key that does not grant the route, and 503 to the data key
-    while the engine drains.
+    while the engine drains, unless the request ends another.
 
     Args:
         app: The server behind it.
@@ -129,7 +130,7 @@ class ControlGuard:
                 f"{DATA_KEY} and {CONTROL_KEY} must be set: without keys any client could replace the policy"
             )
         self._data, self._control = data.encode(), control.encode()
-        self._open_routes, self._data_routes = _routes(os.environ.get(ROUTES, ""))
+        self._open_routes, self._data_routes, self._abort_routes = _routes(os.environ.get(ROUTES, ""))
         self._idle = IdleCount(clock)
         self._drains_until = clock()
 
@@ -142,7 +143,7 @@ class ControlGuard:
             return 401
         if route not in self._data_routes or not hmac.compare_digest(token, self._data):
             return 403
-        return 503 if self._clock() < self._drains_until else None
+        return 503 if self._clock() < self._drains_until and route not in self._abort_routes else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]

@@ -21,10 +21,11 @@ from kestrl._shared.plan.devices import (
     shared_devices,
 )
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemorySettings, changes, memory_settings
-from kestrl._shared.plan.sharing import SharedMemory, shared_memory
+from kestrl._shared.plan.sharing import SharedMemory, shared_memory, turns_instead
 from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.job import JobSpec
 from kestrl.engines import EngineMemory
+from kestrl.engines.vllm import MEMORY_OPTIONS
 from kestrl.errors import SeveralProblems, UserInputError
 
 SECONDS = 1800.0
@@ -111,40 +112,68 @@ def machine_devices(
             "for vllm alone; offer one more device, use vllm, or limit the engine's part with "
             "spec.inference.args.mem-fraction-static"
         )
+    settings = memory_settings(job, model=model, row=None)
     by_index = {device.index: device for device in available[profile]}
     unknown = [name for shared in common.values() for name in shared if by_index[name].total is None]
-    if unknown:
-        return _of_unknown_memory(job, assigned, f"{profile} device {', '.join(unknown)}", model, cache_dir)
-    spec, turns = job.spec, job.spec.inference.sharing == "turns"
-    tightest = {
-        engine: min((by_index[name] for name in shared), key=lambda device: device.free or 0.0)
-        for engine, shared in common.items()
-    }
-    settings = memory_settings(job, model=model, row=None)
+    if unknown and inference.sharing == "split":
+        note = (
+            f"the learner shares {profile} device {', '.join(unknown)} with an engine, and its memory is not known: "
+            "limit the engine's part with inference.args, such as gpu-memory-utilization"
+        )
+        return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, notes=(note,))
     estimate = cached_estimate(settings, cache_dir)
+    if unknown:
+        return _of_unknown_memory(
+            job.spec, assigned, f"{profile} device {', '.join(unknown)}", settings.ranks, estimate
+        )
+    return _divided(
+        job.spec,
+        assigned,
+        {engine: [by_index[name] for name in shared] for engine, shared in common.items()},
+        settings,
+        estimate,
+    )
+
+
+def _divided(
+    spec: JobSpec,
+    assigned: Mapping[str, tuple[str, ...]],
+    common: Mapping[str, Sequence[LocalDevice]],
+    settings: MemorySettings,
+    estimate: MemoryEstimate,
+) -> MachineDevices:
+    """The memory of engines that share devices with the learner.
+
+    Raises:
+        UserInputError: A device does not hold both, or host memory not what leaves it in turns.
+    """
+    turns, ranks, host_free = spec.inference.sharing == "turns", settings.ranks, host_memory_free()
+    tightest = {engine: min(shared, key=_free_bytes) for engine, shared in common.items()}
     division = shared_memory(
-        spec, estimate, ranks=settings.ranks, free=min(device.free or 0.0 for device in tightest.values()) * GIB
+        spec, estimate, ranks=ranks, free=min(map(_free_bytes, tightest.values())), host_free=host_free
     )
     memory: dict[str, EngineMemory] = {}
     notes: list[str] = []
-    for engine, shared in common.items():
-        free, total = (tightest[engine].free or 0.0) * GIB, (tightest[engine].total or 0.0) * GIB
+    for engine, device in tightest.items():
+        free, total = _free_bytes(device), (device.total or 0.0) * GIB
         part = division.engine(free=free, total=total)
         if part is None:
-            advice = "; ".join(changes(settings, estimate)) or "Use a smaller model"
-            raise division.shortage(tightest[engine].index, free, advice)
+            fields = list(changes(settings, estimate))
+            if not turns and (field := turns_instead(spec, estimate, ranks=ranks, free=free, host_free=host_free)):
+                fields.insert(0, field)
+            raise division.shortage(device.index, free, "; ".join(fields) or "Use a smaller model")
         memory[engine] = part
+        names = ", ".join(shared.index for shared in common[engine])
         notes.append(
-            f"{engine} and the learner share {profile} device {', '.join(shared)} of {total / GIB:.1f} GiB"
-            f"{' in turns' if turns else ''}: {part.utilization * total / GIB:.1f} for the engine, "
-            f"{part.cache_bytes / GIB:.1f} of them KV cache, and {division.learner / GIB:.1f} for the learner"
-            f"{_beside(division) if turns else ''}"
+            f"{engine} and the learner share {spec.learner.accelerator.profile} device {names} of {total / GIB:.1f} GiB"
+            f"{' in turns' if turns else ''}: {_engine_part(spec, division, part, total)}, and "
+            f"{division.learner / GIB:.1f} for the learner{_beside(division) if turns else ''}"
         )
     if turns:
-        _require_host_memory(division, estimate)
+        _require_host_memory(division, host_free)
     return MachineDevices(
         assigned=assigned,
-        engine_limit=inference.replicas.min,
+        engine_limit=spec.inference.replicas.min,
         memory=memory,
         base_offload=division.base_offload,
         move_seconds=division.move_seconds,
@@ -152,35 +181,48 @@ def machine_devices(
     )
 
 
+def _free_bytes(device: LocalDevice) -> float:
+    return (device.free or 0.0) * GIB
+
+
+def _engine_part(spec: JobSpec, division: SharedMemory, part: EngineMemory, total: float) -> str:
+    """The engine's memory for a person."""
+    limits = [name for name in spec.inference.args if name.replace("_", "-") in MEMORY_OPTIONS]
+    if limits:
+        return f"for the engine what spec.inference.args.{limits[0]} says"
+    rows = division.cached_rows(part.cache_bytes)
+    held = (
+        "" if rows is None else f" ({rows} of {division.rows_in_flight} rows of {spec.inference.context_length} tokens)"
+    )
+    return f"{part.utilization * total / GIB:.1f} for the engine, {part.cache_bytes / GIB:.1f} of them KV cache{held}"
+
+
 def _of_unknown_memory(
-    job: AgentRLJob, assigned: Mapping[str, tuple[str, ...]], shared: str, model: str, cache_dir: Path
+    spec: JobSpec, assigned: Mapping[str, tuple[str, ...]], shared: str, ranks: int, estimate: MemoryEstimate
 ) -> MachineDevices:
-    """Devices of a job of which an engine and the learner share one whose memory the vendor's program does not list, as
-    that of an Ascend die.
+    """Devices of a job of which an engine and the learner use one in turns whose memory the vendor's program does not
+    list, as that of an Ascend die.
 
     Raises:
-        UserInputError: They use it in turns, and the manifest does not say which part is the engine's; or host memory
-            does not hold the engine's weights.
+        UserInputError: The manifest does not say which part is the engine's; or host memory does not hold the engine's
+            weights.
     """
-    spec, limit = job.spec, job.spec.inference.replicas.min
-    if spec.inference.sharing == "split":
-        note = (
-            f"the learner shares {shared} with an engine, and its memory is not known: limit the engine's part with "
-            "inference.args, such as gpu-memory-utilization"
-        )
-        return MachineDevices(assigned=assigned, engine_limit=limit, notes=(note,))
-    settings = memory_settings(job, model=model, row=None)
-    estimate = cached_estimate(settings, cache_dir)
-    division = shared_memory(spec, estimate, ranks=settings.ranks, free=None)
+    host_free = host_memory_free()
+    division = shared_memory(spec, estimate, ranks=ranks, free=None, host_free=host_free)
     if "gpu-memory-utilization" not in {name.replace("_", "-") for name in spec.inference.args}:
         raise UserInputError(
             f"spec.inference.sharing: turns divides {shared}, whose memory is not known here; set spec.inference.args."
             f"gpu-memory-utilization to the engine's share, which leaves {division.beside / GIB:.1f} GiB for what the "
             "learner keeps on it, or use split"
         )
-    _require_host_memory(division, estimate)
+    _require_host_memory(division, host_free)
     note = f"the learner and an engine share {shared} in turns, whose memory is not known{_beside(division)}"
-    return MachineDevices(assigned=assigned, engine_limit=limit, move_seconds=division.move_seconds, notes=(note,))
+    return MachineDevices(
+        assigned=assigned,
+        engine_limit=spec.inference.replicas.min,
+        move_seconds=division.move_seconds,
+        notes=(note,),
+    )
 
 
 def _beside(division: SharedMemory) -> str:
@@ -192,17 +234,16 @@ def _beside(division: SharedMemory) -> str:
     )
 
 
-def _require_host_memory(division: SharedMemory, estimate: MemoryEstimate) -> None:
+def _require_host_memory(division: SharedMemory, free: float) -> None:
     """Checks that the host's memory holds the weights of a sleeping engine, and what the learner keeps there.
 
     Raises:
         UserInputError: It does not.
     """
-    needed, free = division.engine_host + division.base_host + estimate.host, host_memory_free()
-    if needed > free:
+    if division.host > free:
         base = f" and {division.base_host / GIB:.1f} the learner's base" if division.base_offload else ""
         raise UserInputError(
-            f"spec.inference.sharing: turns keeps up to {needed / GIB:.1f} GiB in host memory during an update, "
+            f"spec.inference.sharing: turns keeps up to {division.host / GIB:.1f} GiB in host memory during an update, "
             f"{division.engine_host / GIB:.1f} of them weights of the engine{base}, and this machine has "
             f"{free / GIB:.1f} free; use split or a smaller model"
         )

@@ -8,6 +8,7 @@ from kestrl._shared.plan.engines import SPARE_SLOTS, engine_rank
 from kestrl._shared.plan.memory import GIB, MARGIN, MemoryEstimate, MemoryPart
 from kestrl._shared.plan.settings.inference import LEAST_MOVE_SECONDS
 from kestrl._shared.spec.job import JobSpec
+from kestrl._shared.spec.rules.job_rules import check
 from kestrl.engines import EngineMemory
 from kestrl.errors import UserInputError
 
@@ -45,6 +46,8 @@ class SharedMemory:
         weights: Bytes of the engine's weights and adapter slots on the device.
         engine_host: Bytes of host memory in which the engine keeps those of all its devices while it sleeps.
         base_host: Bytes of host memory in which the learner keeps its base.
+        host: Bytes of host memory that turns take, with activations that the learner offloads.
+        rows_in_flight: Rows that are rolled out at the same time at most.
         move_seconds: Longest time in which the engine's weights move between device and host.
     """
 
@@ -69,9 +72,11 @@ class SharedMemory:
         scale = 1 if spec.model.adapter.targets == "all-linear" else SOME_TARGETS
         slot = math.ceil(adapter * scale * engine_rank / spec.model.adapter.rank)
         self.weights = math.ceil((base * ranks + slots * slot) / devices)
-        self._least_cache = estimate.cached_token * spec.inference.context_length // devices
+        self._row = estimate.cached_token * spec.inference.context_length // devices
+        self.rows_in_flight = rows_in_flight(spec)
         self.engine_host = PINNED * self.weights * devices if self._turns else 0
         self.base_host = base if base_offload else 0
+        self.host = self.engine_host + self.base_host + estimate.host
         self.move_seconds = max(LEAST_MOVE_SECONDS, self.weights * devices / SLOWEST_MOVE)
 
     def fits(self, free: float) -> bool:
@@ -79,7 +84,15 @@ class SharedMemory:
         the learner beside what a sleeping engine keeps.
         """
         asleep = not self._turns or free >= self.learner + ENGINE_PROGRAM + UNUSED
-        return asleep and self._cache(free) > self._least_cache
+        return asleep and self._cache(free) > self._row
+
+    def holds_all_rows(self, free: float) -> bool:
+        """Whether it fits with a cache for all rows in flight, each of the context length."""
+        return self.fits(free) and self._cache(free) >= self._row * self.rows_in_flight
+
+    def cached_rows(self, cache_bytes: int) -> int | None:
+        """Rows in flight that a cache holds at the context length; None for a model whose cache is not known."""
+        return min(self.rows_in_flight, cache_bytes // self._row) if self._row else None
 
     def engine(self, *, free: float, total: float) -> EngineMemory | None:
         """The engine's part of a device of `total` bytes of which `free` are free; None if they do not fit."""
@@ -93,7 +106,7 @@ class SharedMemory:
 
     def shortage(self, device: str, free: float, advice: str) -> UserInputError:
         """The error of a device that is too small for both."""
-        engine = self.weights + self._least_cache
+        engine = self.weights + self._row
         needed = max(self.beside + engine, self.learner) + ENGINE_PROGRAM + UNUSED
         away = ", with its base in host memory while the engine computes" if self.base_offload else ""
         return UserInputError(
@@ -103,15 +116,28 @@ class SharedMemory:
         )
 
 
-def shared_memory(spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, free: float | None) -> SharedMemory:
-    """The division of a device. In turns the learner's base leaves it between updates only where they do not fit
-    otherwise, since each turn then moves it.
+def rows_in_flight(spec: JobSpec) -> int:
+    """Rows that a job rolls out at the same time at most: those of the steps that may be under way, as far as the
+    workers take them.
+    """
+    algorithm, rollout = spec.algorithm, spec.rollout
+    rows = algorithm.group_size * algorithm.groups_per_step * (algorithm.max_staleness + 1)
+    return min(rows, rollout.replicas * rollout.concurrency)
+
+
+def shared_memory(
+    spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, free: float | None, host_free: float
+) -> SharedMemory:
+    """The division of a device. In turns the learner's base leaves it between updates, which each turn pays with a
+    copy, where the cache would hold less than the rows in flight and host memory has the place; and where both do not
+    fit otherwise.
 
     Args:
         spec: The job's.
         estimate: Of the learner's memory.
         ranks: Processes that share the base.
         free: Free bytes of the device; None if they are not known, where the base stays.
+        host_free: Free bytes of host memory.
     """
 
     def division(*, base_offload: bool) -> SharedMemory:
@@ -125,5 +151,33 @@ def shared_memory(spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, free: 
         )
 
     staying = division(base_offload=False)
-    leaves = free is not None and spec.inference.sharing == "turns" and not staying.fits(free)
-    return division(base_offload=True) if leaves else staying
+    if free is None or spec.inference.sharing == "split" or staying.holds_all_rows(free):
+        return staying
+    leaving = division(base_offload=True)
+    return staying if staying.fits(free) and leaving.host > host_free else leaving
+
+
+def turns_instead(spec: JobSpec, estimate: MemoryEstimate, *, ranks: int, free: float, host_free: float) -> str | None:
+    """The fields with which a device that is too small for both at once holds them in turns; None if it does not, or
+    the job cannot take turns.
+
+    Args:
+        spec: Of a job that splits the device.
+        estimate: Of the learner's memory.
+        ranks: Processes that share the base.
+        free: Free bytes of the device.
+        host_free: Free bytes of host memory.
+    """
+    in_turns = spec.model_copy(
+        update={
+            "inference": spec.inference.model_copy(update={"sharing": "turns"}),
+            "algorithm": spec.algorithm.model_copy(update={"max_staleness": 0}),
+        }
+    )
+    if check(in_turns):
+        return None
+    division = shared_memory(in_turns, estimate, ranks=ranks, free=free, host_free=host_free)
+    if not division.fits(free) or division.host > host_free:
+        return None
+    lower = "" if spec.algorithm.max_staleness == 0 else ", with spec.algorithm.maxStaleness: 0, which it needs"
+    return f"spec.inference.sharing: turns fits{lower}"

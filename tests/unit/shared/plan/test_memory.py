@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from kestrl._shared.plan.memory import (
     fewest_checkpointed,
     memory_settings,
 )
-from kestrl._shared.plan.settings.inference import LEAST_MOVE_SECONDS
-from kestrl._shared.plan.sharing import SharedMemory, shared_memory
 from kestrl._shared.spec.sft import parse_sft_job
 
 
@@ -146,101 +143,3 @@ def test_one_row_of_fine_tuning_is_shortened_by_its_own_field() -> None:
     )
     (advice,) = changes(settings, estimate(activations=9))
     assert advice.startswith("spec.training.maxTokens: a pass holds one row of 100 tokens already")
-
-
-ONE_CARD = (
-    "inference.replicas=1",
-    "inference.accelerator.profile=nvidia",
-    "learner.accelerator.profile=nvidia",
-)
-
-
-def test_an_engine_has_what_the_learner_leaves() -> None:
-    spec = job_with("model.dtype=bfloat16").spec
-    shared = SharedMemory(spec, estimate(base=2), ranks=1, engine_rank=8, slots=0)
-    assert shared.weights == 2 * GIB
-    least = shared.learner + shared.weights + 3 * GIB + GIB // 2
-    assert shared.engine(free=least, total=10 * GIB) is None
-    engine = shared.engine(free=least + GIB, total=10 * GIB)
-    assert engine is not None
-    assert engine.cache_bytes == GIB
-
-
-def test_adapters_of_some_targets_may_be_reserved_for_every_layer() -> None:
-    def weights(targets: str) -> int:
-        spec = job_with(f"model.adapter.targets={targets}").spec
-        return SharedMemory(spec, estimate(adapter=1), ranks=1, engine_rank=8, slots=2).weights
-
-    assert weights("all-linear") == 2 * GIB
-    assert weights("[q_proj]") == 8 * GIB
-
-
-def test_in_turns_an_engine_has_what_the_learner_keeps_between_two_updates_leaves() -> None:
-    def shared(sharing: str) -> SharedMemory:
-        spec = job_with("model.dtype=bfloat16", f"inference.sharing={sharing}", *ONE_CARD).spec
-        return SharedMemory(spec, estimate(base=2, activations=6, logprobs=2), ranks=1, engine_rank=8, slots=0)
-
-    split, turns = shared("split"), shared("turns")
-    assert split.engine(free=12 * GIB, total=16 * GIB) is None, "both would have to stay"
-    engine = turns.engine(free=16 * GIB, total=16 * GIB)
-    assert engine is not None
-    assert turns.beside == math.ceil(2 * GIB * 1.1), "its base stays on the device"
-    assert engine.cache_bytes == 16 * GIB - turns.beside - turns.weights - 3 * GIB - GIB // 2
-    assert (split.engine_host, turns.engine_host) == (0, 4 * GIB), "a sleeping engine's weights, in powers of two"
-    assert turns.engine(free=turns.learner + 3 * GIB, total=16 * GIB) is None, "a sleeping engine keeps its program"
-
-
-def test_a_sleeping_engine_keeps_the_weights_of_all_its_devices_in_host_memory() -> None:
-    spec = job_with("inference.sharing=turns", "inference.accelerator.count=2", *ONE_CARD).spec
-    shared = SharedMemory(spec, estimate(base=4), ranks=1, engine_rank=8, slots=0)
-    assert (shared.weights, shared.engine_host) == (2 * GIB, 8 * GIB)
-
-
-def division(free: float, *overrides: str, **parts: int) -> SharedMemory:
-    spec = job_with("model.dtype=bfloat16", *ONE_CARD, *overrides).spec
-    return shared_memory(spec, estimate(**parts), ranks=1, free=free)
-
-
-def test_the_base_leaves_the_device_only_where_sleep_alone_does_not_fit() -> None:
-    parts = {"base": 10, "optimizer": 1, "activations": 5}
-    turns = "inference.sharing=turns"
-    enough = math.ceil(11 * GIB * 1.1) + (10 + 3) * GIB + GIB // 2
-    staying, leaving = division(enough + 1, turns, **parts), division(enough, turns, **parts)
-    assert (staying.base_offload, staying.base_host) == (False, 0)
-    assert (leaving.base_offload, leaving.base_host) == (True, 10 * GIB)
-    assert leaving.beside == math.ceil(1 * GIB * 1.1), "its optimiser stays"
-    assert leaving.learner == staying.learner, "an update takes as much"
-    engine = leaving.engine(free=enough, total=30 * GIB)
-    assert engine is not None
-    assert engine.cache_bytes == enough - leaving.beside - (10 + 3) * GIB - GIB // 2
-    assert not division(enough, **parts).base_offload, "split keeps both"
-
-
-def test_a_device_that_cannot_hold_the_learner_or_the_engine_alone_is_refused() -> None:
-    turns = "inference.sharing=turns"
-    learner = division(17 * GIB, turns, base=10, activations=5)
-    assert learner.engine(free=17 * GIB, total=17 * GIB) is None, "an update takes 16.5, beside a sleeping engine's 3"
-    engine = division(13 * GIB, turns, base=10)
-    assert engine.engine(free=13 * GIB, total=13 * GIB) is None
-    assert str(engine.shortage("0", 13 * GIB, "Use a smaller model")) == (
-        "the learner and an engine share device 0, which has 13.0 GiB free, and need more than 14.5: learner 11.0, "
-        "with its base in host memory while the engine computes, engine 13.0 with a cache for one row. Use a smaller "
-        "model, or offer one more device"
-    )
-
-
-def test_a_cache_that_holds_no_row_is_none() -> None:
-    context = job_with().spec.inference.context_length
-    parts = estimate(base=10).model_copy(update={"cached_token": GIB // context})
-    spec = job_with("model.dtype=bfloat16", "inference.sharing=turns", *ONE_CARD).spec
-    free = math.ceil(10 * GIB * 1.1) + (10 + 3) * GIB + GIB // 2 + GIB // 2
-    leaving = shared_memory(spec, parts, ranks=1, free=free)
-    assert leaving.base_offload, "half a GiB beside the base is less than a row"
-    assert leaving.engine(free=14 * GIB, total=14 * GIB) is None
-    assert "need more than 14.5" in str(leaving.shortage("0", 14 * GIB, ""))
-
-
-def test_an_engine_s_weights_have_time_to_move() -> None:
-    assert division(80 * GIB, base=10).move_seconds == LEAST_MOVE_SECONDS
-    assert division(80 * GIB, base=61).move_seconds == 122.0
-    assert division(80 * GIB, "inference.accelerator.count=2", base=61).move_seconds == 122.0, "a host moves them all"

@@ -18,19 +18,18 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlparse
 
-from kestrl._app.checks.manifests import ReadManifest, check_manifest
-from kestrl._app.checks.needs import cpu_parts, job_disk, set_up
+from kestrl._app.checks.accelerators import UNUSABLE, examined_devices
+from kestrl._app.checks.manifests import ReadManifest, check_manifest, job_of
+from kestrl._app.checks.needs import job_disk, set_up
 from kestrl._app.checks.sft import device_environment
 from kestrl._app.engines.interpreter import engine_build, installed_engine
 from kestrl._app.engines.variables import sockets_note
-from kestrl._app.local.devices import BFLOAT16, LocalDevice
 from kestrl._app.local.memory import host_memory_free
 from kestrl._app.local.processes import LOCAL, SERVICES, missing_services
 from kestrl._app.local.secrets import open_storage
-from kestrl._app.local.site import local_devices, storage_root
-from kestrl._shared.plan.devices import assigned_devices, device_needs
+from kestrl._app.local.site import storage_root
 from kestrl._shared.plan.tools import sandbox_claim
-from kestrl._shared.spec import AgentRLJob, read_job
+from kestrl._shared.spec import AgentRLJob
 from kestrl._shared.spec.inference import Inference
 from kestrl._shared.spec.sft import SFTJob
 from kestrl._shared.spec.threshold import Threshold
@@ -68,12 +67,12 @@ def examine(parsed_manifest: ReadManifest | None, *, runs: Path) -> Iterator[Fin
         yield from _examine_sft(parsed_manifest, parsed_manifest.manifest, runs)
         return
     yield parts()
-    job, base = (None, Path.cwd()) if parsed_manifest is None else _job_of(parsed_manifest)
+    job, base = (None, Path.cwd()) if parsed_manifest is None else job_of(parsed_manifest)
     yield _tried("engine", lambda: engine(job, base))
     yield Finding(name="ledger", status=f"SQLite {sqlite3.sqlite_version}")
     if job is None or parsed_manifest is None:
         return
-    yield from accelerator(job)
+    yield from accelerator(job, base, runs)
     yield from code_sandbox(job)
     yield _tried("model", lambda: locate_model(job.spec.model.base, base=base))
     opened, place = partial(open_storage, job, base), storage_root(job, base) or file_uri(runs)
@@ -108,29 +107,16 @@ def disk(job: AgentRLJob | SFTJob, base: Path, place: str) -> Iterator[Finding]:
     yield Finding(name="disk", status=status, fix=fix)
 
 
-def _job_of(parsed_manifest: ReadManifest) -> tuple[AgentRLJob, Path]:
-    """The job that is run, and its folder.
-
-    Raises:
-        UserInputError: A threshold's job is not valid.
-    """
-    if isinstance(parsed_manifest.manifest, Threshold):
-        path = parsed_manifest.base / parsed_manifest.manifest.spec.job
-        return read_job(path, parsed_manifest.overrides), path.resolve().parent
-    assert isinstance(parsed_manifest.manifest, AgentRLJob)
-    return parsed_manifest.manifest, parsed_manifest.base
-
-
 def _tried(name: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(name=name, status=look())
     except KestrlError as error:
-        return Finding(name=name, status="unusable", fix=str(error))
+        return Finding(name=name, status=UNUSABLE, fix=str(error))
     except OSError as error:
         unusable = place_error(error, str(error.filename or name))
         if unusable is None:
             raise
-        return Finding(name=name, status="unusable", fix=str(unusable))
+        return Finding(name=name, status=UNUSABLE, fix=str(unusable))
 
 
 def named(parsed_manifest: ReadManifest) -> Finding:
@@ -141,7 +127,7 @@ def named(parsed_manifest: ReadManifest) -> Finding:
     counts = findings.summary
     status = "; ".join([f"can be loaded, {counts}" if counts else "can be loaded", *findings.warnings])
     name = "threshold" if isinstance(parsed_manifest.manifest, Threshold) else "job"
-    return Finding(name=name, status="unusable" if findings.problems else status, fix="\n".join(findings.problems))
+    return Finding(name=name, status=UNUSABLE if findings.problems else status, fix="\n".join(findings.problems))
 
 
 def machine() -> Finding:
@@ -191,13 +177,13 @@ def code_sandbox(job: AgentRLJob) -> Iterator[Finding]:
         )
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
-        yield Finding(name="sandbox", status="unusable", fix=lines[-1])
+        yield Finding(name="sandbox", status=UNUSABLE, fix=lines[-1])
         return
     except subprocess.TimeoutExpired:
-        yield Finding(name="sandbox", status="unusable", fix=f"it did not start within {PROGRAM_SECONDS:g} s")
+        yield Finding(name="sandbox", status=UNUSABLE, fix=f"it did not start within {PROGRAM_SECONDS:g} s")
         return
     report = json.loads(process.stdout)
-    yield Finding(name="sandbox", status=report.get("status", "unusable"), fix=report.get("problem", ""))
+    yield Finding(name="sandbox", status=report.get("status", UNUSABLE), fix=report.get("problem", ""))
 
 
 def parts(services: Sequence[str] = SERVICES) -> Finding:
@@ -218,41 +204,10 @@ def engine(job: AgentRLJob | None, base: Path) -> str:
     return "; ".join(filter(None, (f"{build} of {build.python}", build.doubt, sockets_note())))
 
 
-def accelerator(job: AgentRLJob) -> Iterator[Finding]:
-    """The devices of this machine, which components use them, and whether they can compute in the job's dtype."""
-    needs = tuple(device_needs(job.spec))
-    if not needs:
-        yield Finding(name="accelerator", status=cpu_parts(job, len(os.sched_getaffinity(0))))
-        return
-    try:
-        devices = local_devices(job)
-        assigned = assigned_devices(
-            needs, {name: [item.index for item in profile_devices] for name, profile_devices in devices.items()}
-        )
-    except UserInputError as error:
-        yield Finding(name="accelerator", status="unusable", fix=str(error))
-        return
-    for profile, usable in devices.items():
-        drivers = ", ".join(dict.fromkeys(device.driver for device in usable if device.driver))
-        users = [f"{name} on {', '.join(assigned[name])}" for name in assigned]
-        yield Finding(
-            name="accelerator",
-            status=f"{profile}{drivers and f', driver {drivers}'}: {'; '.join(map(str, usable))}; {'; '.join(users)}",
-            fix=dtype_problem(job, usable),
-        )
-
-
-def dtype_problem(job: AgentRLJob, devices: Sequence[LocalDevice]) -> str:
-    """What to change where a device cannot compute in the job's dtype; empty if all can."""
-    if job.spec.model.dtype != "bfloat16":
-        return ""
-    for device in devices:
-        if device.capability is not None and device.capability < BFLOAT16:
-            return (
-                f"spec.model.dtype: bfloat16 needs compute capability {BFLOAT16:g}, and device {device} has "
-                f"{device.capability:g}; use float32"
-            )
-    return ""
+def accelerator(job: AgentRLJob, base: Path, runs: Path) -> Iterator[Finding]:
+    """The devices of this machine, which components use and share them, and whether they compute in the job's dtype."""
+    for finding in examined_devices(job, base, runs):
+        yield Finding(name="accelerator", status=finding.status, fix=finding.fix)
 
 
 def storage(uri: str, opened: Callable[[str], ObjectStore]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kestrl._app.checks.accelerators import known_devices
 from kestrl._app.checks.sft import check_sft_job
 from kestrl._app.checks.thresholds import check_threshold
 from kestrl._app.local.check import check_job
@@ -48,6 +49,29 @@ def read_manifest(path: Path, overrides: Sequence[str]) -> ReadManifest:
 def refused(error: UserInputError) -> Findings:
     """The findings of a manifest that cannot be read."""
     return Findings(problems=list(problems_of(error)))
+
+
+def job_of(parsed_manifest: ReadManifest) -> tuple[AgentRLJob, Path]:
+    """The job that is run for an AgentRLJob or a Threshold, and its folder.
+
+    Raises:
+        UserInputError: A threshold's job is not valid.
+    """
+    if isinstance(parsed_manifest.manifest, Threshold):
+        path = parsed_manifest.base / parsed_manifest.manifest.spec.job
+        return read_job(path, parsed_manifest.overrides), path.resolve().parent
+    assert isinstance(parsed_manifest.manifest, AgentRLJob)
+    return parsed_manifest.manifest, parsed_manifest.base
+
+
+def add_devices(findings: Findings, parsed_manifest: ReadManifest, runs: Path) -> None:
+    """Adds what is known of this machine's devices for a valid job, with the estimates kept beside the runs."""
+    if findings.problems or isinstance(parsed_manifest.manifest, SFTJob):
+        return
+    job, base = job_of(parsed_manifest)
+    lines, warnings = known_devices(job, base, runs)
+    findings.devices += lines
+    findings.warnings += warnings
 
 
 def check_manifest(parsed_manifest: ReadManifest, *, data: bool, model: bool, engine: bool | None = None) -> Findings:

@@ -17,7 +17,7 @@ from kestrl._app.cli.options import DEFAULT_RUNS, AsJson, Details, Manifest, Ove
 from kestrl._app.episodes.reading import evaluated_groups
 from kestrl._app.local.comparison import PolicyEvaluation, report
 from kestrl._app.local.observation import run_store
-from kestrl._app.local.rundir import RunDir, find_run
+from kestrl._app.local.rundir import RunDir, cache_folder, find_run
 from kestrl._app.local.runner import RunOptions, run_job
 from kestrl._app.local.secrets import open_storage
 from kestrl._app.local.site import storage_address
@@ -149,7 +149,7 @@ def evaluate(
     _verbose(verbose)
     progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), run.path / "evaluations"
-    options = RunOptions(manifest_dir=run.manifest_dir, cache_dir=runs.resolve() / ".data")
+    options = RunOptions(manifest_dir=run.manifest_dir, cache_dir=cache_folder(runs))
     evaluations = [
         _evaluated(
             candidate,
@@ -227,7 +227,7 @@ def bench(
     _verbose(verbose)
     progress = errors if print_json else console
     stamp, home = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), runs.resolve() / "benchmarks"
-    options = RunOptions(manifest_dir=manifest.resolve().parent, cache_dir=runs.resolve() / ".data")
+    options = RunOptions(manifest_dir=manifest.resolve().parent, cache_dir=cache_folder(runs))
     served = BenchEndpoint(url=endpoint, key_variable=key_variable, budget_tokens=budget_tokens)
     evaluations = [
         _evaluated(

@@ -44,7 +44,7 @@ def run(
     from kestrl._app.engines import interpreter
     from kestrl._app.episodes.newest import newest_verdict
     from kestrl._app.interpreters.places import in_use
-    from kestrl._app.local.rundir import open_run
+    from kestrl._app.local.rundir import cache_folder, open_run
     from kestrl._app.local.runner import RunOptions, run_job
 
     if verbose:
@@ -54,7 +54,7 @@ def run(
     folder, resumed = open_run(runs, job, new=new)
     options = RunOptions(
         manifest_dir=manifest.resolve().parent,
-        cache_dir=runs.resolve() / ".data",
+        cache_dir=cache_folder(runs),
         base_port=base_port,
         active_deadline=job.spec.active_deadline,
         verdict=newest_verdict,
@@ -87,6 +87,7 @@ def validate(
     model: Annotated[
         bool, typer.Option("--model/--no-model", help="Also load the tokenizer and the chat template of the model.")
     ] = True,
+    runs: Runs = DEFAULT_RUNS,
     print_json: AsJson = False,
     engine_python: EnginePython = None,
 ) -> None:
@@ -94,10 +95,12 @@ def validate(
 
     SFTJobs and Thresholds are checked too, with the jobs that a Threshold names.
     """
-    from kestrl._app.checks.manifests import check_manifest, read_manifest, refused
+    from kestrl._app.checks.manifests import add_devices, check_manifest, read_manifest, refused
 
     try:
-        findings = check_manifest(read_manifest(manifest, with_engine(set_, engine_python)), data=data, model=model)
+        parsed_manifest = read_manifest(manifest, with_engine(set_, engine_python))
+        findings = check_manifest(parsed_manifest, data=data, model=model)
+        add_devices(findings, parsed_manifest, runs)
     except UserInputError as error:
         if not print_json:
             raise
@@ -109,6 +112,8 @@ def validate(
         errors.print(f"warning: {safe_line(warning)}", **PLAIN)
     findings.raise_problems()
     console.print(f"{manifest}: {', '.join(filter(None, ['valid', findings.summary]))}", soft_wrap=True, markup=False)
+    for line in findings.devices:
+        console.print(safe_line(line), **PLAIN)
 
 
 def plan(
@@ -136,7 +141,7 @@ def plan(
 
     from kestrl._app.cli.memory import print_memory
     from kestrl._app.local.check import fitted_job
-    from kestrl._app.local.rundir import RunDir
+    from kestrl._app.local.rundir import RunDir, cache_folder
     from kestrl._app.local.site import local_devices, relocated, reserved_ports, site_of
     from kestrl._shared.plan.agents import outside_line
     from kestrl._shared.plan.planning import plan as make_plan
@@ -159,7 +164,7 @@ def plan(
     with TemporaryDirectory() as scratch, reserved_ports(job, None) as reserved:  # generated data is discarded
         generated = Path(scratch).resolve()
         site = site_of(job, folder, base, ports=reserved, cache_dir=generated, devices=devices, installs=False)
-    site = relocated(site, generated, runs.resolve() / ".data")
+    site = relocated(site, generated, cache_folder(runs))
     components = make_plan(job, site)
     if as_json:
         document = [

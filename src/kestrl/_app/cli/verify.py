@@ -19,7 +19,7 @@ from kestrl._app.comparison.differing import differing_fields
 from kestrl._app.comparison.verdict import EvaluationCurve, SeedVerdict, ThresholdVerdict, judge
 from kestrl._app.local.files import write_atomic
 from kestrl._app.local.observation import run_store
-from kestrl._app.local.rundir import RunDir, find_run, open_run, runs_of
+from kestrl._app.local.rundir import RunDir, cache_folder, find_run, open_run, runs_of
 from kestrl._app.local.runner import RunOptions, run_job
 from kestrl._app.local.uncertainty import Values, different_questions, values_of
 from kestrl._shared.conventions import EXIT_FAILED
@@ -134,7 +134,7 @@ def _run(job: AgentRLJob, manifest_dir: Path, runs: Path, *, new: bool, progress
         return earlier_runs[-1]
     folder, resumed = open_run(runs, job, new=new)
     options = RunOptions(
-        manifest_dir=manifest_dir, cache_dir=runs.resolve() / ".data", active_deadline=job.spec.active_deadline
+        manifest_dir=manifest_dir, cache_dir=cache_folder(runs), active_deadline=job.spec.active_deadline
     )
     code = run_job(job, folder, options, progress, resumed=resumed)
     if code:

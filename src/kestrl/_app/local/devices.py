@@ -53,6 +53,12 @@ def devices_for(profiles: Iterable[str]) -> dict[str, tuple[LocalDevice, ...]]:
     return {profile: usable_devices(profile) for profile in dict.fromkeys(profiles) if profile in VISIBLE}
 
 
+def are_listed(profile: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the vendor's program is installed, or the user's variable names devices of a profile."""
+    names_devices = bool(_names(environ.get(VISIBLE[profile], "")))
+    return names_devices or shutil.which(PROGRAMS[profile], path=environ.get("PATH")) is not None
+
+
 def usable_devices(profile: str, environ: Mapping[str, str] = os.environ) -> tuple[LocalDevice, ...]:
     """Devices of a profile within what the user's own variable, such as CUDA_VISIBLE_DEVICES, allows.
 

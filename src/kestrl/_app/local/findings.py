@@ -32,6 +32,8 @@ class Findings:
     """What a row of a data set is; empty where its name says so."""
     servers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Offered tools of each server, by its name."""
+    devices: list[str] = field(default_factory=list[str])
+    """Accelerators of this machine, who uses them, and how one is shared."""
 
     @property
     def summary(self) -> str:

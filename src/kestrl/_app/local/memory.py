@@ -49,10 +49,20 @@ def estimated(settings: MemorySettings) -> MemoryEstimate:
     return MemoryEstimate.model_validate(report.facts)
 
 
-def cached_estimate(settings: MemorySettings, cache_dir: Path) -> MemoryEstimate:
+class NotEstimatedError(UserInputError):
+    """The learner's memory was not estimated before, and is not now."""
+
+
+def cached_estimate(settings: MemorySettings, cache_dir: Path, *, only_kept: bool = False) -> MemoryEstimate:
     """`estimated`, kept in a file by settings, version and the model's config: an 8B model takes 40 s.
 
+    Args:
+        settings: The step.
+        cache_dir: Folder of the files.
+        only_kept: Whether to estimate nothing anew.
+
     Raises:
+        NotEstimatedError: With `only_kept`, if there is no file.
         UserInputError: As `estimated`.
     """
     config = Path(settings.policy.model) / "config.json"
@@ -60,6 +70,11 @@ def cached_estimate(settings: MemorySettings, cache_dir: Path) -> MemoryEstimate
     path = cache_dir / f"memory-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.json"
     if path.is_file():
         return MemoryEstimate.model_validate_json(path.read_bytes())
+    if only_kept:
+        raise NotEstimatedError(
+            "how the learner and an engine divide their device, and whether it holds both, is not estimated yet: "
+            "kestrl doctor with the same manifest does, in up to some minutes, and keeps the result"
+        )
     estimate = estimated(settings)
     cache_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(path, estimate.model_dump_json())
@@ -79,6 +94,7 @@ def machine_devices(
     *,
     model: str,
     cache_dir: Path,
+    only_kept: bool = False,
 ) -> MachineDevices:
     """Assigned devices of a job, and the memory of engines that share one with the learner.
 
@@ -88,8 +104,10 @@ def machine_devices(
         available: Devices of this machine by profile.
         model: Folder or Hugging Face id of the base model.
         cache_dir: Folder for estimates of the learner's memory.
+        only_kept: Whether to use an estimate of that folder, and to make none.
 
     Raises:
+        NotEstimatedError: With `only_kept`, if it has none, and one is needed.
         UserInputError: There are not enough devices, or one is too small.
     """
     indices = {profile: [device.index for device in devices] for profile, devices in available.items()}
@@ -121,7 +139,7 @@ def machine_devices(
             "limit the engine's part with inference.args, such as gpu-memory-utilization"
         )
         return MachineDevices(assigned=assigned, engine_limit=inference.replicas.min, notes=(note,))
-    estimate = cached_estimate(settings, cache_dir)
+    estimate = cached_estimate(settings, cache_dir, only_kept=only_kept)
     if unknown:
         return _of_unknown_memory(
             job.spec, assigned, f"{profile} device {', '.join(unknown)}", settings.ranks, estimate

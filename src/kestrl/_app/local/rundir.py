@@ -43,6 +43,11 @@ IDENTITY = ("model", "data", "agent", "tools", "rewards", "sampling", "evaluatio
 """Parts of the spec that identify a run: it is resumed only if they are unchanged."""
 
 
+def cache_folder(runs: Path) -> Path:
+    """Folder beside the runs for generated and fetched data, and estimates of the learner's memory."""
+    return runs.resolve() / ".data"
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """The folder of one run."""

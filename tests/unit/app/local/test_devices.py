@@ -13,18 +13,21 @@ from tests.accelerators import ASCEND_TABLE, NVIDIA, QUICKSTART, Machine, gpu, p
 from tests.program import run_program
 
 from kestrl._app.checks.doctor import Finding, accelerator
+from kestrl._app.checks.manifests import add_devices, read_manifest
 from kestrl._app.checks.sft import device_environment
 from kestrl._app.local.devices import usable_devices
+from kestrl._app.local.findings import Findings
 from kestrl._shared.spec import read_job
 from kestrl._shared.spec.sft import read_sft_job
 from kestrl.errors import UserInputError
 
 ROOT = Path(__file__).parents[4]
+THRESHOLD = ROOT / "examples" / "convergence" / "letters-threshold.yaml"
 SFT = ROOT / "src" / "kestrl" / "_app" / "starters" / "files" / "tool" / "sft.yaml"
 
 
-def findings_of_doctor(*overrides: str) -> list[Finding]:
-    return list(accelerator(read_job(QUICKSTART, overrides)))
+def findings_of_doctor(runs: Path, *overrides: str) -> list[Finding]:
+    return list(accelerator(read_job(QUICKSTART, overrides), QUICKSTART.parent, runs))
 
 
 def plan_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,9 +144,9 @@ def test_a_manifest_for_other_machines_is_planned_with_a_warning(
     assert warning in plan_command(tmp_path).stderr
 
 
-def test_doctor_lists_devices_and_who_uses_them(machine: Machine) -> None:
+def test_doctor_lists_devices_and_who_uses_them(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0), gpu(1))
-    (finding,) = findings_of_doctor(*NVIDIA)
+    (finding,) = findings_of_doctor(tmp_path, *NVIDIA)
     assert finding.fix == ""
     assert finding.status == (
         "nvidia, driver 570.86.15: 0 (NVIDIA H100 80GB HBM3, 78.1 of 79.6 GiB free); "
@@ -151,16 +154,16 @@ def test_doctor_lists_devices_and_who_uses_them(machine: Machine) -> None:
     )
 
 
-def test_doctor_names_a_device_without_bfloat16(machine: Machine) -> None:
+def test_doctor_names_a_device_without_bfloat16(machine: Machine, tmp_path: Path) -> None:
     machine(gpu(0, capability="7.5"), gpu(1))
-    (finding,) = findings_of_doctor(*NVIDIA, "model.dtype=bfloat16")
+    (finding,) = findings_of_doctor(tmp_path, *NVIDIA, "model.dtype=bfloat16")
     assert finding.fix.startswith("spec.model.dtype: bfloat16 needs compute capability 8, and device 0 ")
     assert finding.fix.endswith("has 7.5; use float32")
 
 
-def test_doctor_says_what_a_broken_driver_says(machine: Machine) -> None:
+def test_doctor_says_what_a_broken_driver_says(machine: Machine, tmp_path: Path) -> None:
     machine("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", code=9)
-    (finding,) = findings_of_doctor(*NVIDIA)
+    (finding,) = findings_of_doctor(tmp_path, *NVIDIA)
     assert "failed: NVIDIA-SMI has failed because it couldn't communicate" in finding.fix
 
 
@@ -171,3 +174,40 @@ def test_ranks_of_sft_have_a_device_each(machine: Machine) -> None:
     assert device_environment(read_sft_job(SFT, ())) == {}
     with pytest.raises(UserInputError, match=r"lower spec.learner.accelerator.count"):
         device_environment(read_sft_job(SFT, [*cuda[:2], "learner.accelerator.count=4"]))
+
+
+def validated(*overrides: str, runs: Path, **environment: str) -> tuple[list[str], list[str]]:
+    """Lines and warnings of a job that is valid."""
+    options = [argument for override in overrides for argument in ("--set", override)]
+    command = ("validate", str(QUICKSTART), "--runs", str(runs), "--no-data", *options)
+    done = run_program(*command, env=os.environ | environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[1:], done.stderr.splitlines()
+
+
+def test_validate_lists_devices_and_names_one_without_bfloat16(machine: Machine, tmp_path: Path) -> None:
+    machine(gpu(0, capability="7.5"), gpu(1))
+    lines, warnings = validated(*NVIDIA, "model.dtype=bfloat16", runs=tmp_path)
+    assert lines == [
+        "nvidia, driver 570.86.15: 0 (NVIDIA H100 80GB HBM3, 78.1 of 79.6 GiB free); "
+        "1 (NVIDIA H100 80GB HBM3, 78.1 of 79.6 GiB free); engine-0 on 0; learner-0 on 1"
+    ]
+    assert any(line.startswith("warning: spec.model.dtype: bfloat16 needs compute capability 8") for line in warnings)
+
+
+def test_validate_takes_a_job_for_another_machine(machine: Machine, tmp_path: Path) -> None:
+    """A manifest is checked where it is written, which may be no machine that runs it."""
+    machine(gpu(0))
+    lines, warnings = validated(*NVIDIA, "inference.replicas=8", runs=tmp_path)
+    assert lines == []
+    assert any("kestrl run refuses this here: the job needs nvidia devices, 8 for 8 " in line for line in warnings)
+    lines, warnings = validated(*NVIDIA, runs=tmp_path, PATH="/nowhere")
+    assert lines == [line for line in warnings if "nvidia" in line] == [], "no program lists devices"
+
+
+def test_validate_lists_devices_for_the_job_of_a_threshold(machine: Machine, tmp_path: Path) -> None:
+    machine(gpu(0), gpu(1))
+    findings = Findings()
+    add_devices(findings, read_manifest(THRESHOLD, NVIDIA), tmp_path)
+    assert [line.rpartition("; engine-0")[2] for line in findings.devices] == [" on 0; learner-0 on 1"]
+    assert findings.warnings == []

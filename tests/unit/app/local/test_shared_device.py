@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.accelerators import ASCEND_TABLE, NVIDIA, QUICKSTART, TURNS, Machine, gpu, planned, planned_site, visible
+from tests.program import run_program
 
+from kestrl._app.checks.doctor import accelerator
 from kestrl._app.local import memory
+from kestrl._app.local.rundir import cache_folder
 from kestrl._shared.plan.memory import GIB, MemoryEstimate, MemoryPart
 from kestrl._shared.plan.planning import plan
 from kestrl._shared.spec import read_job
@@ -195,6 +199,36 @@ def test_a_cache_is_said_in_rows(machine: Machine, tmp_path: Path, monkeypatch: 
     assert re.search(r" for the engine, 3[0-9]\.[0-9] of them KV cache \(9 of 64 rows of 4096 tokens\), and ", note())
     limit = "inference.args={gpu_memory_utilization: 0.3}"
     assert ": for the engine what spec.inference.args.gpu_memory_utilization says, and 22.0 for " in note(limit)
+
+
+@pytest.mark.share(2)
+def test_doctor_and_validate_say_what_a_run_says(machine: Machine, tmp_path: Path) -> None:
+    job, runs = read_job(QUICKSTART, NVIDIA), tmp_path / "runs"
+    options = [argument for override in NVIDIA for argument in ("--set", override)]
+
+    def validated() -> subprocess.CompletedProcess[str]:
+        command = ("validate", str(QUICKSTART), "--no-data", "--no-model", "--runs", str(runs), *options)
+        done = run_program(*command, timeout=140)
+        assert done.returncode == 0, "another machine may run it"
+        return done
+
+    machine(gpu(0))
+    *_, line = validated().stdout.splitlines()
+    assert line.startswith("how the learner and an engine divide their device, and whether it holds both, is not ")
+    assert not runs.exists()
+    devices = planned_site(tmp_path, job, cache_dir=cache_folder(runs)).devices
+    assert devices is not None
+    (note,) = devices.notes
+    *_, said = accelerator(job, QUICKSTART.parent, runs)
+    assert (said.status, said.fix) == (note, "")
+    *_, line = validated().stdout.splitlines()
+    assert line == note
+    machine(gpu(0, free=3_000))
+    with pytest.raises(UserInputError) as refusal:
+        planned_site(tmp_path, job, cache_dir=cache_folder(runs))
+    *_, said = accelerator(job, QUICKSTART.parent, runs)
+    assert (said.status, said.fix) == ("unusable", str(refusal.value))
+    assert f"warning: kestrl run refuses this here: {refusal.value}" in validated().stderr.splitlines()
 
 
 def test_memory_that_is_not_reported_is_said(machine: Machine, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class LearnerRun:
             resources.store,
             manifest,
             job=settings.job,
-            digest=resources.digest,
+            continues=resources.continues,
             steps=resources.steps,
         )
         if final:

@@ -35,7 +35,7 @@ from kestrl_learner.model import adapters
 from kestrl_learner.progress.progress import Progress
 from kestrl_learner.store.data_sets import read_data_sets
 from kestrl_learner.store.metric_sinks import MetricSinks, make_sinks
-from kestrl_learner.store.records import format_means, identity_digest
+from kestrl_learner.store.records import format_means, identity_digest, identity_digest_of_edition_2
 from kestrl_learner.store.run_record import RunRecord
 from kestrl_learner.store.runstore import RunStore
 
@@ -79,6 +79,12 @@ class RunResources:
         self._probe: Probe | None = None
         """Probe of the newest published version."""
         self._began = time.monotonic()
+
+    def continues(self, digest: str) -> bool:
+        """Whether the present settings and data are those of the run whose record has this digest."""
+        if digest == self.digest:
+            return True
+        return digest == identity_digest_of_edition_2(self.settings, self.scenarios)
 
     def connect(self) -> None:
         """Opens the channels and starts the metric sinks; call it in the event loop that uses them."""

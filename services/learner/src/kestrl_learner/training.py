@@ -135,7 +135,8 @@ class TrainingRun:
             self._ledger.rewind(0)
             resources.restart()
             return 0
-        if newest_checkpoint.record.digest not in {None, resources.digest}:
+        digest = newest_checkpoint.record.digest
+        if digest is not None and not resources.continues(digest):
             raise UserInputError(
                 f"run {self._settings.run} was trained with another model, algorithm "
                 f"or data than the manifest specifies now; start a new run or restore what was changed"

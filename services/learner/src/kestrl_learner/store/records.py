@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from kestrl._shared.plan.settings.learner import LearnerSettings
@@ -35,16 +36,40 @@ IDENTITY = (
 """Settings that identify a run. The schedule is not among them: a longer one continues a run."""
 SCHEDULE = {"algorithm": {"stale_groups"}}
 """Settings of the schedule among those."""
+DEFAULT_LOOP = "tool_agent"
+"""`spec.agent.loop` of a manifest that names none, which rows of edition 2 of the example mails named."""
+EXAMPLE_DATABASE = re.compile(r"(/email-(?:train|validation)-\d+-\d+-v)3(\.db)")
+"""File of the example mails of edition 3, as rows name it."""
 
 
-def identity_digest(settings: LearnerSettings, scenarios: Sequence[Scenario]) -> str:
+def identity_digest(settings: LearnerSettings, scenarios: Iterable[Scenario]) -> str:
     """Digest of what must not change during a run: the `IDENTITY` settings and all training scenarios."""
+    return _digest(settings, map(_row, scenarios))
+
+
+def identity_digest_of_edition_2(settings: LearnerSettings, scenarios: Iterable[Scenario]) -> str:
+    """This digest as versions with edition 2 of the example mails wrote it."""
+    return _digest(settings, map(_row_of_edition_2, scenarios))
+
+
+def _digest(settings: LearnerSettings, rows: Iterable[str]) -> str:
     # Defaults are excluded, so that a setting added by a later version does not change the digest.
     identity = settings.model_dump_json(include=set(IDENTITY), exclude=SCHEDULE, exclude_defaults=True)
     hashed = hashlib.sha256(identity.encode())
-    for scenario in scenarios:
-        hashed.update(json.dumps(asdict(scenario), sort_keys=True, default=str).encode())
+    for row in rows:
+        hashed.update(row.encode())
     return hashed.hexdigest()
+
+
+def _row(scenario: Scenario) -> str:
+    return json.dumps(asdict(scenario), sort_keys=True, default=str)
+
+
+def _row_of_edition_2(scenario: Scenario) -> str:
+    """A row of `demo://email` as edition 2 had it: with the name of the default loop, and with that edition in the name
+    of its database. Mails, questions and all else are the same.
+    """
+    return EXAMPLE_DATABASE.sub(r"\g<1>2\g<2>", _row(replace(scenario, agent=scenario.agent or DEFAULT_LOOP)))
 
 
 def step_record(step: int, groups: Sequence[Group], result: StepResult) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kestrl.episode import PolicyVersion
 from kestrl.errors import StorageError
@@ -34,7 +34,7 @@ def newest_checkpoint(store: ObjectStore) -> checkpoint.Manifest | None:
 
 
 def completed(
-    store: ObjectStore, manifest: checkpoint.Manifest, *, job: str, digest: str | None, steps: int
+    store: ObjectStore, manifest: checkpoint.Manifest, *, job: str, continues: Callable[[str], bool], steps: int
 ) -> Sequence[Event]:
     """The events that end a run that has succeeded already; none if the run is not complete.
 
@@ -45,7 +45,7 @@ def completed(
         store: The run's storage.
         manifest: The newest checkpoint.
         job: The job's name.
-        digest: Digest of the run's identity for the present settings and data.
+        continues: Whether the present settings and data are those of a run by its recorded digest.
         steps: Optimiser steps of the present schedule.
 
     Raises:
@@ -55,7 +55,10 @@ def completed(
     summary = _readable_summary(store)
     if summary is None or summary.status is not RunPhase.SUCCEEDED or summary.steps != manifest.step:
         return ()
-    if summary.policy is None or manifest.record.digest != digest or max(manifest.step, summary.total_steps) < steps:
+    digest = manifest.record.digest
+    if digest is None or summary.policy is None or max(manifest.step, summary.total_steps) < steps:
+        return ()
+    if not continues(digest):
         return ()
     folder = adapter_folder(PolicyVersion(job=job, step=manifest.step, sha256=summary.policy.sha256))
     try:

@@ -184,13 +184,15 @@ def _scheduled(snapshot: Snapshot, spec: JobSpec) -> Observation:
     waiting = [pod for pod in stuck(snapshot) if not pod.scheduled]
     message = next((f"{pod.name}: {pod.unscheduled}" for pod in waiting if pod.unscheduled), "")
     scheduled_pods = sum(min(placed[role], number) for role, number in desired_replicas.items())
-    return _false(
-        Type.SCHEDULED,
-        "Pending",
-        message
-        or (snapshot.not_created[1] if snapshot.not_created else "")
-        or f"{scheduled_pods} of {sum(desired_replicas.values())} pods have a node",
-    )
+    message = message or (snapshot.not_created[1] if snapshot.not_created else "")
+    total = f"{scheduled_pods} of {sum(desired_replicas.values())} pods have a node{_awaited_end(snapshot)}"
+    return _false(Type.SCHEDULED, "Pending", message or total)
+
+
+def _awaited_end(snapshot: Snapshot) -> str:
+    """The pods whose end their successors wait for, as those of a StatefulSet do; empty if there are none."""
+    names = sorted(pod.name for pod in snapshot.pods if pod.deleting and not pod.over)
+    return f"; {', '.join(names)} end{'s' * (len(names) == 1)} first" if names else ""
 
 
 def _engines_ready(snapshot: Snapshot, spec: JobSpec) -> Observation:

@@ -204,6 +204,12 @@ TABLE: list[tuple[str, dict[str, Any], str, Expected]] = [
         {"Scheduled": ("False", "Pending", "5 of 6 pods have a node")},
     ),
     (
+        "an engine is replaced, and its successor waits for its end",
+        {"pods": all_pods(pod(Role.INFERENCE, 1, deleting=True))},
+        "Degraded",
+        {"Scheduled": ("False", "Pending", "5 of 6 pods have a node; email-search-inference-1 ends first")},
+    ),
+    (
         "no node could ever take an engine",
         {
             "pods": all_pods(waiting(Role.INFERENCE, 1)),

@@ -47,7 +47,7 @@ class SharedMemory:
         engine_host: Bytes of host memory in which the engine keeps those of all its devices while it sleeps.
         base_host: Bytes of host memory in which the learner keeps its base.
         host: Bytes of host memory that turns take, with activations that the learner offloads.
-        rows_in_flight: Rows that are rolled out at the same time at most.
+        rows_in_flight: Rows that the engine has at the same time at most.
         move_seconds: Longest time in which the engine's weights move between device and host.
     """
 
@@ -117,12 +117,12 @@ class SharedMemory:
 
 
 def rows_in_flight(spec: JobSpec) -> int:
-    """Rows that a job rolls out at the same time at most: those of the steps that may be under way, as far as the
-    workers take them.
+    """Rows that each engine of a job has at the same time at most: those of the steps that may be under way, as far as
+    the workers take them, divided among the engines.
     """
     algorithm, rollout = spec.algorithm, spec.rollout
     rows = algorithm.group_size * algorithm.groups_per_step * (algorithm.max_staleness + 1)
-    return min(rows, rollout.replicas * rollout.concurrency)
+    return math.ceil(min(rows, rollout.replicas * rollout.concurrency) / spec.inference.replicas.min)
 
 
 def shared_memory(

@@ -120,12 +120,13 @@ def test_an_engine_s_weights_have_time_to_move() -> None:
         (("rollout.replicas=2", "algorithm.groupsPerStep=4"), 32),
         (("rollout={replicas: 2, concurrency: 8}",), 16),
         (("rollout.replicas=2", "algorithm.maxStaleness=1", "rollout.concurrency=80"), 128),
+        (("rollout.replicas=1", "inference.replicas=3"), 22),
     ],
 )
-def test_rows_in_flight_are_those_of_the_steps_as_far_as_workers_take_them(
+def test_rows_of_an_engine_are_its_part_of_the_steps_as_far_as_workers_take_them(
     overrides: tuple[str, ...], rows: int
 ) -> None:
-    assert rows_in_flight(job_with("algorithm.groupSize=8", *overrides).spec) == rows
+    assert rows_in_flight(job_with("algorithm.groupSize=8", *ONE_CARD, *overrides).spec) == rows
 
 
 def cached(rows_of_cache: float, host: float, sharing: str = "turns") -> SharedMemory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,10 +33,19 @@ def cluster_object(kind: str, name: str, **content: object) -> Object:
 
 def cluster_queue(name: str, pods: int = PODS, **spec: object) -> Object:
     """A ClusterQueue with a quota of pods; that of one job, if no other is named."""
-    quotas = {"pods": pods, "cpu": 100, "memory": "100Gi"}
-    resources = [{"name": name, "nominalQuota": quota} for name, quota in quotas.items()]
-    group = {"coveredResources": list(quotas), "flavors": [{"name": FLAVOR, "resources": resources}]}
+    return queue_of_flavors(name, {FLAVOR: pods}, **spec)
+
+
+def queue_of_flavors(name: str, pods: Mapping[str, int], **spec: object) -> Object:
+    """A ClusterQueue with a quota of pods of each of these flavors."""
+    flavors = [{"name": flavor, "resources": _quotas(number)} for flavor, number in pods.items()]
+    group = {"coveredResources": ["pods", "cpu", "memory"], "flavors": flavors}
     return cluster_object("ClusterQueue", name, spec={"namespaceSelector": {}, "resourceGroups": [group], **spec})
+
+
+def _quotas(pods: int) -> list[Object]:
+    quotas = {"pods": pods, "cpu": 100, "memory": "100Gi"}
+    return [{"name": resource, "nominalQuota": quota} for resource, quota in quotas.items()]
 
 
 def local_queue(name: str, cluster_queue: str) -> Object:
@@ -125,6 +134,49 @@ class CheckController:
         """Workloads that hold quota of the queue."""
         reserving: int = self.cluster.get(f"clusterqueue.{GROUP}", CHECKED)["status"]["reservingWorkloads"]
         return reserving
+
+
+TAINT = "example.dev/reserved"
+"""Key of the taint that the node has while `flavors` are there."""
+TOLERATIONS = {
+    "spot": {"key": TAINT, "operator": "Exists", "effect": "NoSchedule"},
+    "on-demand": {"key": TAINT, "operator": "Equal", "value": "jobs", "effect": "NoSchedule"},
+}
+"""The toleration of the pods of each flavor."""
+
+
+def label_of(flavor: str) -> str:
+    """The label of the nodes of a flavor."""
+    return f"example.dev/{flavor}"
+
+
+@contextmanager
+def flavors(cluster: Cluster, queue: str, pods: Mapping[str, int]) -> Generator[None]:
+    """A ClusterQueue with a quota of pods of several flavors, all of the cluster's node, which has a label for each and
+    a taint that the pods of each tolerate in another way.
+    """
+    objects = [
+        cluster_object("ResourceFlavor", name, spec={"nodeLabels": {label_of(name): "true"}, "tolerations": [entry]})
+        for name, entry in TOLERATIONS.items()
+    ]
+    labels, taint = [label_of(name) for name in TOLERATIONS], f"{TAINT}=jobs:NoSchedule"
+    with further_objects(cluster, *objects, queue_of_flavors(queue, pods)):
+        cluster.kubectl("label", "nodes", "--all", *(f"{label}=true" for label in labels))
+        cluster.kubectl("taint", "nodes", "--all", taint)
+        try:
+            yield
+        finally:
+            cluster.kubectl("taint", "nodes", "--all", f"{taint}-")
+            cluster.kubectl("label", "nodes", "--all", *(f"{label}-" for label in labels))
+
+
+def flavors_of(pod: Object) -> list[str]:
+    """The flavors whose nodes a pod selects and whose taint it tolerates."""
+    tolerations: list[Object] = pod["spec"]["tolerations"]
+    selector: Object = pod["spec"].get("nodeSelector") or {}
+    return [
+        name for name, entry in TOLERATIONS.items() if selector.get(label_of(name)) == "true" and entry in tolerations
+    ]
 
 
 def updates(roles: Sequence[str]) -> list[Object]:

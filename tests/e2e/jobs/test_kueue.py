@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,8 @@ from .queues import (
     CheckController,
     cluster_object,
     cluster_queue,
+    flavors,
+    flavors_of,
     further_objects,
     has_updates,
     local_queue,
@@ -192,6 +195,24 @@ def test_a_job_that_borrows_of_its_cohort_gives_the_quota_back_and_goes_on(kueue
         kueue.wait_for_adapter("guest", namespace, step + 1, 600)
         assert trained_once(kueue, "guest"), "no step was lost, and none was trained twice"
         assert kueue.job("guest", namespace)["status"].get("restarts", 0) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_each_role_runs_on_the_nodes_of_its_own_flavor(kueue: Installation) -> None:
+    cluster, queue = kueue.cluster, "mixed"
+    with flavors(cluster, queue, {"spot": 2, "on-demand": PODS}), kueue.place("flavors") as namespace:
+        cluster.apply(local_queue(QUEUE, queue), namespace)
+        cluster.apply(queued("mixed", schedule__maxSteps=1000), namespace)
+        kueue.wait("mixed", namespace, reserves("True", "Admitted", f"by ClusterQueue {queue}"), 120)
+        sets = workload(cluster, "mixed", namespace)["status"]["admission"]["podSetAssignments"]
+        assigned = {item["name"]: item["flavors"]["pods"] for item in sets}
+        assert Counter(assigned.values()) == {"spot": 2, "on-demand": PODS - 2}
+        kueue.wait_for_adapter("mixed", namespace, 1, 600)
+        placed = {
+            pod["metadata"]["labels"]["kestrl.dev/role"]: flavors_of(pod) for pod in pods(cluster, "mixed", namespace)
+        }
+        assert placed == {role: [flavor] for role, flavor in assigned.items()}
 
 
 @pytest.mark.long

@@ -66,6 +66,7 @@ def needed(config: OperatorConfig) -> Iterator[Right]:
         if config.kueue:
             yield from (Right(verb, KUEUE_WORKLOAD, "", namespace) for verb in ("create", "patch", "delete"))
             yield Right("patch", KUEUE_WORKLOAD, "status", namespace)
+            yield from (Right("patch", BATCH_JOB, subresource, namespace) for subresource in ("", "status"))
     if config.kueue:
         yield from (Right("get", kind) for kind in (RESOURCE_FLAVOR, WORKLOAD_PRIORITY))
     yield from (Right(verb, LEASE, "", config.lease.namespace, config.lease.name) for verb in ("get", "update"))

@@ -16,7 +16,7 @@ from .test_sft import NAME as SFT_NAME
 from .test_sft import sft_job
 
 GROUP = "kueue.x-k8s.io"
-WORKLOAD = f"workloads.{GROUP}"
+WORKLOAD, SFT_WORKLOAD = f"workloads.{GROUP}", f"{SFT_NAME}-sftjob"
 QUEUE, CLUSTER_QUEUE, FLAVOR, URGENT = "gpus", "all-gpus", "any-node", "urgent"
 PODS = 5
 """The pods of one of the jobs: learner, engine, rollout worker, tools and judge."""

@@ -30,6 +30,7 @@ from .queues import (
     GROUP,
     PODS,
     QUEUE,
+    SFT_WORKLOAD,
     URGENT,
     WORKLOAD,
     CheckController,
@@ -54,8 +55,8 @@ from .test_sft import PODS as SFT_PODS
 from .test_sft import SFT_JOB, logs, sft_place
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(12)]
-RELEASED_SECONDS = 120.0
-"""For a drain: the end of rollouts, the checkpoint and the end of all pods."""
+RELEASED_SECONDS, SFT_RELEASED_SECONDS = 120.0, 240.0
+"""For a drain: the end of rollouts, the checkpoint and the end of all pods; that of an SFTJob's ends in 180 s."""
 UPDATED = ("inference", "learner")
 """Roles whose pods get what the check adds."""
 
@@ -154,19 +155,22 @@ def test_kueue_preempts_an_sftjob_which_goes_on_from_its_checkpoint(kueue: Insta
         assert waiting["status"]["shown"]["phase"] == "Queued"
         assert not cluster.list("pods", namespace, SFT_PODS)
         cluster.apply(local_queue(QUEUE, CLUSTER_QUEUE), namespace)
-        wait(reserves("True", "Admitted", f"by queue {QUEUE}"), 120)
+        wait(reserves("True", "Admitted", f"by ClusterQueue {CLUSTER_QUEUE}"), 120)
         eventually("it trains", lambda: "step 3 of" in logs(cluster, namespace), 240)
 
         cluster.apply(queued("urgent", priority_class=URGENT, schedule__maxSteps=1), namespace)
-        kueue.wait("urgent", namespace, reserves("True", "Admitted"), RELEASED_SECONDS)
-        wait(reserves("False", "Waiting"), 120)
-        eventually("its pod has ended", lambda: not cluster.list("pods", namespace, SFT_PODS), 200)
+        wait(reserves("False", "Draining", "prioritization in the ClusterQueue"), 120)
+        kueue.wait("urgent", namespace, reserves("True", "Admitted"), SFT_RELEASED_SECONDS)
+        assert not pods(cluster, SFT_NAME, namespace), "the quota is given back when the pod has ended"
+        assert wait(reserves("False", "Waiting"), 60)["status"]["shown"]["phase"] == "Queued"
         kueue.wait("urgent", namespace, is_true("Succeeded"), 600)
 
         eventually("another pod goes on", lambda: "resumed at step" in logs(cluster, namespace), 240)
         done = wait(is_true("Succeeded"), 400)
         assert done["status"].get("restarts", 0) == 0, "a pod that was preempted did not fail"
         assert condition(done, "QuotaReserved")[:2] == ("Unknown", "NotObserved")
+        finished = lambda: condition(cluster.get(WORKLOAD, SFT_WORKLOAD, namespace), "Finished")[0] == "True"  # noqa: E731
+        eventually("its Workload is finished", finished, 120)
 
 
 @pytest.mark.long
@@ -302,8 +306,11 @@ def test_an_sftjob_says_what_its_admission_check_says(kueue: Installation, contr
         assert checking["status"]["shown"]["phase"] == "Queued"
         controller.answer(only_workload(), "Rejected", "no such node")
         name = only_workload()["metadata"]["name"]
-        wait("False", "Inactive", f'"{CHECK}" (no such node): delete Workload {name}, and Kueue makes another')
-        cluster.delete(WORKLOAD, name, namespace)
+        wait("False", "Inactive", f'"{CHECK}" (no such node): set spec.active of Workload {name} to true')
+        cluster.patch(WORKLOAD, name, {"spec": {"active": True}}, namespace)
         wait("True", "Checking", f"admission check {CHECK} is Pending")
-        controller.answer(only_workload(), "Ready", "there is a node")
-        wait("True", "Admitted", f"by queue {QUEUE}")
+        controller.answer(only_workload(), "Ready", "there is a node", podSetUpdates=updates(["sft"]))
+        wait("True", "Admitted", f"by ClusterQueue {CHECKED}")
+        eventually("its pod is made", lambda: bool(cluster.list("pods", namespace, SFT_PODS)), 60)
+        (pod,) = cluster.list("pods", namespace, SFT_PODS)
+        assert has_updates(pod)

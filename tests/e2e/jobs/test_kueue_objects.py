@@ -10,15 +10,14 @@ import yaml
 from tests.e2e.cluster.client import Cluster
 from tests.e2e.cluster.kit import kueue_folder
 from tests.unit.operator.rendering import rendered
-from tests.unit.operator.samples import NOW, job, snapshot
+from tests.unit.operator.samples import NOW, job
 
 from kestrl_operator.apiserver.client import Api, ApiProblem
 from kestrl_operator.apiserver.kinds import KUEUE_WORKLOAD
 from kestrl_operator.render.quota import quota_request, workload_object
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.admission import admission_of
+from kestrl_operator.state.admission import QuotaHolder, QuotaUse, admission_of
 from kestrl_operator.state.jobs import Key
-from kestrl_operator.status.lifecycle import decide
 from kestrl_operator.status.quota import finished, released, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.share(4)]
@@ -50,6 +49,12 @@ def condition(kind: str, status: str) -> Object:
     return {"type": kind, "status": status, "reason": kind, "message": "", "lastTransitionTime": TIME}
 
 
+def use(namespace: str) -> QuotaUse:
+    """The end of the job."""
+    holder = QuotaHolder(kind="AgentRLJob", key=Key(namespace, "one"), uid=UID)
+    return QuotaUse(holder=holder, now=NOW, queue="gpus", quota=None, occupied=False, ready=False, end="Completed")
+
+
 async def test_kueues_definitions_take_what_the_operator_writes(
     kueue_kinds: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +63,7 @@ async def test_kueues_definitions_take_what_the_operator_writes(
     api = Api()
     with kueue_kinds.namespace() as namespace:
         try:
-            body = workload_object("AgentRLJob", Key(namespace, "one"), UID, request, 1000)
+            body = workload_object(use(namespace).holder, request, 1000)
             # Without an owner: Kubernetes deletes what belongs to a job that is not there.
             del body["metadata"]["ownerReferences"]
             admission = admission_of(await api.apply(body))
@@ -82,8 +87,7 @@ async def test_kueues_definitions_take_what_the_operator_writes(
             assert (admission.has("QuotaReserved"), admission.has("Admitted"), admission.flavors) == (False, False, {})
             with pytest.raises(ApiProblem):
                 await api.merge_status(KUEUE_WORKLOAD, namespace, admission.name, "1", started(admission, NOW))
-            seen = snapshot()
-            changes = finished(admission, seen, decide(seen))
+            changes = finished(admission, use(namespace))
             ended = await api.merge_status(KUEUE_WORKLOAD, namespace, admission.name, admission.version, changes)
             assert admission_of(ended).has("Finished")
         finally:

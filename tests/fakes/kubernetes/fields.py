@@ -131,6 +131,20 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def fixed(path: str, live: Object, state: Object) -> Any:
+    """What may not change of a field of a state; as Kubernetes has it, the place of the pods of a Job may while that is
+    suspended and has not started.
+    """
+    part = at_place(state, tuple(path.split(".")))
+    if path != "spec.template" or not live["spec"].get("suspend") or live.get("status", {}).get("startTime"):
+        return part
+    kept = {"metadata": {"labels", "annotations"}, "spec": {"nodeSelector", "tolerations"}}
+    return {
+        name: {field: entry for field, entry in content.items() if field not in kept.get(name, ())}
+        for name, content in part.items()
+    }
+
+
 def selector(text: str) -> Callable[[Object], bool]:
     """A label selector: equality and existence, as `a=b,c!=d,e,!f`.
 

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from jsonschema import Draft4Validator
 from tests.fakes.kubernetes.declared import undeclared
-from tests.fakes.kubernetes.fields import Ownership, at_place, cut, fitted, merged, merged_by_keys, now, owned
+from tests.fakes.kubernetes.fields import Ownership, at_place, cut, fitted, fixed, merged, merged_by_keys, now, owned
 from tests.fakes.kubernetes.resources import BUILT_IN, OWN_METADATA, Change, Object, Place, Refused, Resource
 
 
@@ -303,7 +303,7 @@ class Objects:
         kept = {name: item for name, item in live["metadata"].items() if name in OWN_METADATA}
         made = self._checked(resource, {**_converted(made), "metadata": {**metadata, **kept}})
         for path in resource.fixed:
-            if at_place(live, tuple(path.split("."))) != at_place(made, tuple(path.split("."))):
+            if fixed(path, live, live) != fixed(path, live, made):
                 name = kept["name"]
                 raise Refused(422, f"{_subject(resource, name)} is invalid: {path}: Invalid value: field is immutable")
         if resource.generation and live.get("spec") != made.get("spec"):

@@ -16,6 +16,10 @@ NAME, NAMESPACE, UID = "warm-up", "team-a", "5f000000-0000-4000-8000-00000000000
 RESULT = '{"version": "warm-up.40.3f0c", "sha256": "3f0c", "uri": "s3://bucket/warm-up-5f000000/adapters/000040-3f0c"}'
 
 
+HELD = '{"metadata": {}, "spec": {}}'
+"""What a Job remembers that the operator holds for quota."""
+
+
 def sft_job(**spec: Any) -> Object:
     """The object of an SFTJob, with changed fields of its spec."""
     plain: Object = {
@@ -60,8 +64,12 @@ def sft_pod(*statuses: Object, node: str = "node-1", made: str = "2026-01-01T00:
     }
 
 
-def batch_job(outcome: str = "", reason: str = "", *, queue: str = "", suspend: bool = False, **status: Any) -> Object:
-    """The Job of the SFTJob, ended with this condition, in a queue and suspended or not."""
+def batch_job(
+    outcome: str = "", reason: str = "", *, queue: str = "", suspend: bool = False, held: bool = False, **status: Any
+) -> Object:
+    """The Job of the SFTJob, ended with this condition, in a queue and suspended or not, by Kueue or by the operator,
+    which remembers its PodTemplate.
+    """
     ended = {"type": outcome, "status": "True", "reason": reason, "message": "as Kubernetes says"}
     conditions = [{**ended, "lastTransitionTime": "2026-01-01T01:00:00Z"}] if outcome else []
     return {
@@ -69,7 +77,7 @@ def batch_job(outcome: str = "", reason: str = "", *, queue: str = "", suspend: 
             "name": f"{NAME}-sft",
             "uid": "b-1",
             "labels": {"kueue.x-k8s.io/queue-name": queue} if queue else {},
-            "annotations": {"kestrl.dev/storage": "s3://first"},
+            "annotations": {"kestrl.dev/storage": "s3://first", "kestrl.dev/unplaced": HELD if held else ""},
         },
         "spec": {"suspend": suspend},
         "status": {"startTime": "2026-01-01T00:00:00Z", "conditions": conditions, **status},

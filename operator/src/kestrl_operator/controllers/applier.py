@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from time import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from kestrl._shared.backoff import Backoff
 from kestrl._shared.telemetry import beginning, span, within
 from kestrl._shared.telemetry.names import Attr, SpanName
 from kestrl_operator.apiserver.client import Api, ApiProblem, Gone
+from kestrl_operator.apiserver.kinds import KUEUE_WORKLOAD
 from kestrl_operator.controllers.claims import CLAIMED, REFUSED, Foreign, claim
 from kestrl_operator.controllers.due_objects import WATCHED_KINDS, Due
 from kestrl_operator.controllers.engine_scale import EngineScale
@@ -21,6 +23,7 @@ from kestrl_operator.events import Events
 from kestrl_operator.state.snapshot import RENDERED, Snapshot
 from kestrl_operator.state.store import WORKLOADS, OwnedObject, Store
 from kestrl_operator.status.lifecycle import Decision
+from kestrl_operator.status.quota import quota_use
 
 log = logging.getLogger(__name__)
 Object = dict[str, Any]
@@ -38,7 +41,10 @@ class Applier:
 
     def __init__(self, api: Api, store: Store, events: Events) -> None:
         self._api, self._store = api, store
-        self.engines, self.quota = EngineScale(api, store, events), KueueQuota(api, store)
+        self.engines, self.quota = (
+            EngineScale(api, store, events),
+            KueueQuota(api, partial(store.child, KUEUE_WORKLOAD.name)),
+        )
 
     async def refuses(self, state: JobState, snapshot: Snapshot, rendering: Due) -> bool:
         """Whether the API server refuses newly rendered objects, which is recorded. All objects rendered from the spec
@@ -80,6 +86,10 @@ class Applier:
             _note_refusal(state, snapshot, refused, rendering.digest)
         elif not snapshot.problem or (state.refusal is not None and state.refusal.digest == rendering.digest):
             state.refusal = None
+
+    async def settle_quota(self, state: JobState, snapshot: Snapshot, decision: Decision) -> float | None:
+        """Makes the next change of the job's Workload, as `KueueQuota.carry_out`."""
+        return await self.quota.carry_out(state.quota, quota_use(snapshot, decision))
 
     async def _try_all(self, objects: Sequence[Object], rendering: Due, *, dry_run: bool = False) -> list[ApiProblem]:
         """Applies objects one after another: jobs are processed concurrently, and a larger connection pool costs more

@@ -56,7 +56,7 @@ def due_objects(
         decision.restarts,
         decision.forgiven,
         None if snapshot.quota is not None else snapshot.queue,
-        state.placements,
+        state.quota.places,
         bool(snapshot.problem),
     )
     last_rendering, standing = state.rendered, annotations.get(RENDERED, "")
@@ -76,7 +76,7 @@ def due_objects(
             queue=rendering.queue,
             annotations=annotations,
             accepted=accepted,
-            placements=state.placements,
+            placements=state.quota.places,
         )
     except UserInputError:
         if snapshot.problem:

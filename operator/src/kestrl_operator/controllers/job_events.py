@@ -8,6 +8,7 @@ from typing import Any
 from kestrl_operator.apiserver.kinds import JOB, KUEUE_WORKLOAD, POD, Kind
 from kestrl_operator.controllers.job_state import JobStates
 from kestrl_operator.state.jobs import Key
+from kestrl_operator.state.sft import SFT_LABEL
 from kestrl_operator.state.store import WORKLOADS, Store
 from kestrl_operator.state.versions import uid_of
 from kestrl_operator.watch.drift import Drift
@@ -56,6 +57,8 @@ class JobEvents:
 
     def _take_child(self, kind: Kind, body: Object, deleted: bool) -> Key | None:
         """Handles a change of an applied object: a deletion, or a change of its spec by another manager."""
+        if kind == KUEUE_WORKLOAD and SFT_LABEL in body["metadata"].get("labels", {}):
+            return None
         key = self._store.child(kind.name, body, deleted=deleted)
         if key is None or kind == KUEUE_WORKLOAD:  # whose spec and status Kueue changes as it has to
             return key

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kestrl._shared.plan.components import Role
 from kestrl._shared.spec import AgentRLJob
 from kestrl_operator.controllers.learner_stream import LearnerStream
+from kestrl_operator.controllers.quota import QuotaMemory
 from kestrl_operator.state.accelerators import Placement
 from kestrl_operator.state.admission import QuotaRequest
 from kestrl_operator.state.jobs import Key
@@ -48,7 +48,7 @@ class Rendered(NamedTuple):
     restarts: int
     forgiven: int
     queue: str | None
-    placements: Mapping[Role, Placement]
+    placements: Mapping[str, Placement]
     fallback: bool
     """Whether the last accepted spec was rendered instead of the newest."""
     digest: str = ""
@@ -107,12 +107,7 @@ class JobState:
     numbers_due: float = 0.0
     """From when on a status is written of which only numbers have changed, by the loop's clock."""
     requested: Requested | None = None
-    quota_refused: str = ""
-    """Why its Workload could not be written at the last try."""
-    placements: Mapping[Role, Placement] = field(default_factory=dict[Role, Placement])
-    """Where its last admission wants its pods."""
-    placed: object = None
-    """What in its Workload the placements follow from."""
+    quota: QuotaMemory = field(default_factory=QuotaMemory)
     memory: Memory | None = None
     """None before its first pass."""
     stream: LearnerStream | None = None

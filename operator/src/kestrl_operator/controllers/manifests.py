@@ -27,7 +27,7 @@ from kestrl_operator.status.lifecycle import Decision, Stage
 
 Object = dict[str, Any]
 NOTHING: Mapping[str, str] = {}
-ANYWHERE: Mapping[Role, Placement] = {}
+ANYWHERE: Mapping[str, Placement] = {}
 LIFECYCLE = ("suspend", "activeDeadline", "pendingDeadline", "ttlAfterFinished", "failurePolicy")
 """Spec fields that no object is rendered from: their newest values apply even if the rest of the spec is invalid."""
 LARGEST_SPEC = 192 * 1024
@@ -141,7 +141,7 @@ class Manifests:
         queue: str | None = None,
         annotations: Mapping[str, str] = NOTHING,
         accepted: str = "",
-        placements: Mapping[Role, Placement] = ANYWHERE,
+        placements: Mapping[str, Placement] = ANYWHERE,
     ) -> list[Object]:
         """All objects of a job, as returned by `render`.
 

@@ -71,7 +71,7 @@ class Observer:
         if queue is None:
             return None if admission is None else Quota(request=None, admission=admission)
         request = None if job is None else self._request(state, job, queue, labels.get(PRIORITY_LABEL, ""))
-        return Quota(request=request, admission=admission, refused=state.quota_refused)
+        return Quota(request=request, admission=admission, refused=state.quota.refused)
 
     def _request(self, state: JobState, job: AgentRLJob, queue: str, priority_class: str) -> QuotaRequest | None:
         """The request of a job. A parsed job is the same object until its manifest changes."""

@@ -98,7 +98,9 @@ class Reconciler:
         if self._awaits_first_report(state, snapshot):
             return FIRST_REPORT_SECONDS
         snapshot = replace(snapshot, not_created=await self._missing_pods.not_created(state, snapshot))
-        await self._applier.quota.look_up_places(state, None if snapshot.quota is None else snapshot.quota.admission)
+        await self._applier.quota.look_up_places(
+            state.quota, None if snapshot.quota is None else snapshot.quota.admission
+        )
         planned = await self._accepted_plan(state, raw, snapshot)
         return await self._carry_out(state, raw, planned)
 
@@ -184,7 +186,7 @@ class Reconciler:
             await self._release_ranks(state.key)
         for name, uid in decision.remove:
             await self._api.delete(POD, state.key.namespace, name, uid=uid)
-        quota_seconds = await self._applier.quota.carry_out(state, snapshot, decision)
+        quota_seconds = await self._applier.settle_quota(state, snapshot, decision)
         problem = snapshot.problem or state.refused_now(snapshot.generation, snapshot.now)
         snapshot = replace(snapshot, problem=problem)
         self._follow(state, snapshot, decision)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kestrl_operator.apiserver.client import Api
-from kestrl_operator.apiserver.kinds import BATCH_JOB, SFT_JOB, Kind
+from kestrl_operator.apiserver.kinds import BATCH_JOB, KUEUE_WORKLOAD, SFT_JOB, Kind
 from kestrl_operator.config import OperatorConfig
 from kestrl_operator.controllers.controller import Controller
 from kestrl_operator.controllers.installations import ClaimedJobs, Installations
@@ -21,6 +21,7 @@ from kestrl_operator.work.work_record import WorkRecord
 WORKERS = 2
 """SFTJobs that are reconciled concurrently."""
 WATCHED = frozenset({SFT_JOB, BATCH_JOB})
+"""What no other controller watches."""
 
 
 def sft_controller(
@@ -44,15 +45,17 @@ def sft_controller(
     store = SFTStore()
 
     def take(kind: Kind, body: Mapping[str, Any], deleted: bool) -> Key | None:
+        if kind == KUEUE_WORKLOAD:
+            return store.workload(body, deleted=deleted)
         return store.job(body, deleted=deleted) if kind == SFT_JOB else store.batch(body, deleted=deleted)
 
     reconciler = SFTReconciler(api, store, events, config.jobs, work_record, nodes, kueue=config.kueue)
     return Controller(
         kind=SFT_JOB,
-        watched=WATCHED,
+        watched=WATCHED | {KUEUE_WORKLOAD},
         store=store,
         take=take,
         reconciler=ClaimedJobs(installations, SFT_JOB, store, reconciler),
         workers=WORKERS,
-        list_missed=partial(list_sft, api, store, config.namespaces),
+        list_missed=partial(list_sft, api, store, config.namespaces, kueue=config.kueue),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrl._shared.prepare import check_addresses
 from kestrl._shared.spec.sft import SFTJob, parse_sft_job
+from kestrl_operator.render.quota import held
 from kestrl_operator.render.sft import SFTGiven, accelerator_of, preparation, profile_of, render_sft
 from kestrl_operator.state.accelerators import Node, unsatisfiable
 from kestrl_operator.state.admission import PRIORITY_LABEL
@@ -23,8 +24,8 @@ QUEUE_LABELS = (QUEUE_LABEL, PRIORITY_LABEL)
 class SFTManifests:
     """Renders SFTJobs with the administrator's choices."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, *, kueue: bool = False) -> None:
+        self._cluster, self._kueue = cluster, kueue
 
     def read(self, key: Key, raw: Mapping[str, Any]) -> SFTJob:
         """The job described by an object.
@@ -48,7 +49,8 @@ class SFTManifests:
             key: Namespace and name of the job.
             uid: Uid of the job object.
             job: The job.
-            labels: Labels of the job object, of which those for Kueue are the Job's, too.
+            labels: Labels of the job object. Where this operator uses Kueue, the Job of one that names a queue begins
+                without pods; where it does not, the Job has the labels for Kueue, too.
             storage: Storage of its runs when it began; empty before.
 
         Raises:
@@ -63,9 +65,10 @@ class SFTManifests:
             storage=storage or uri,
             secret=secret,
             identity=identity_of(job, key.namespace, self._cluster),
-            queue_labels={label: labels[label] for label in QUEUE_LABELS if label in labels},
+            queue_labels={label: labels[label] for label in QUEUE_LABELS if label in labels and not self._kueue},
         )
-        return render_sft(inputs)
+        *needed, batch = render_sft(inputs)
+        return [*needed, held(batch) if self._kueue and QUEUE_LABEL in labels else batch]
 
     def unsatisfiable(self, job: SFTJob, nodes: Sequence[Node]) -> str:
         """Why no node could ever run the job's pod; empty when one could."""

@@ -15,18 +15,18 @@ from typing import Any
 from kestrl._shared.spec.sft import SFTJob
 from kestrl.errors import UserInputError
 from kestrl_operator.apiserver.client import Api, ApiProblem, Conflict, Gone
-from kestrl_operator.apiserver.kinds import BATCH_JOB, KUEUE_WORKLOAD, OLD_EVENT, POD, SFT_JOB, WORKLOAD_PRIORITY
+from kestrl_operator.apiserver.kinds import BATCH_JOB, KUEUE_WORKLOAD, OLD_EVENT, POD, SFT_JOB
 from kestrl_operator.controllers.applier import APPLY_CONFLICT
 from kestrl_operator.controllers.claims import CLAIMED, REFUSED, Foreign, claim
 from kestrl_operator.controllers.sft_manifests import SFTManifests
+from kestrl_operator.controllers.sft_quota import SFTQuota
 from kestrl_operator.events import Events
 from kestrl_operator.render.sft import batch_name
 from kestrl_operator.state.accelerators import Node
-from kestrl_operator.state.admission import JOB_UID_LABEL, WorkloadAdmission, absent_priority_class, admission_of
 from kestrl_operator.state.chart_values import Cluster
 from kestrl_operator.state.jobs import Key
-from kestrl_operator.state.sft import SFT_LABEL, BatchJob, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
-from kestrl_operator.state.snapshot import QUEUE_LABEL
+from kestrl_operator.state.sft import SFT_LABEL, SFTPod, SFTStore, batch_of, owner_uid, sft_pod_of
+from kestrl_operator.state.snapshot import QUEUE_LABEL, UID_LABEL
 from kestrl_operator.status.build import without_empties, written
 from kestrl_operator.status.conditions import QUARANTINED
 from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
@@ -52,7 +52,7 @@ class SFTReconciler:
         cluster: The administrator's settings.
         work_record: Record of the job that code runs on.
         nodes: The nodes as last listed; None where this operator may not list them.
-        kueue: Whether this operator may read Kueue's objects.
+        kueue: Whether jobs that name a queue ask Kueue for quota by a Workload of their own.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class SFTReconciler:
         kueue: bool = False,
     ) -> None:
         self._api, self._store, self._events, self._kueue = api, store, events, kueue
-        self._manifests, self._work_record, self._nodes = SFTManifests(cluster), work_record, nodes
+        self._manifests, self._work_record, self._nodes = SFTManifests(cluster, kueue=kueue), work_record, nodes
+        self._quota = SFTQuota(api, store)
 
     async def reconcile(self, key: Key) -> float | None:
         """Runs one pass; returns the seconds after which another is due without an event.
@@ -76,8 +77,11 @@ class SFTReconciler:
             ApiProblem: The API server did not do what was asked; the caller retries later.
         """
         raw = self._store.jobs.get(key)
-        if raw is None or "deletionTimestamp" in raw["metadata"] or has_ended(raw.get("status", {})):
+        if raw is None or "deletionTimestamp" in raw["metadata"]:
+            self._quota.forget(key)
             return None
+        if has_ended(raw.get("status", {})):
+            return await self._after_the_end(key, raw)
         if quarantine.is_quarantined(raw, self._work_record.killed_by):
             message = quarantine.message(raw)
             if message:
@@ -98,7 +102,8 @@ class SFTReconciler:
         return await self._write(key, raw, replace(snapshot, problem=refused, unsatisfiable=message), retry_seconds)
 
     def leave(self, key: Key) -> None:
-        """Leaves a job to another installation; nothing is remembered of it."""
+        """Leaves a job to another installation."""
+        self._quota.forget(key)
 
     async def report_failure(self, key: Key, message: str) -> None:
         """Writes into a job's status that a pass over it failed.
@@ -180,44 +185,41 @@ class SFTReconciler:
         """
         existing_batch = self._store.batch_of(key, raw["metadata"]["uid"])
         batch = None if existing_batch is None else batch_of(existing_batch)
-        pods = [] if batch is None else await self._pods(key, batch.uid)
+        pods = [] if batch is None else await self._pods(key, raw["metadata"]["uid"], batch.uid)
         is_expected = batch is not None and not (pods or batch.outcome or batch.suspended)
         not_created = await self._not_created(key) if is_expected else ""
         snapshot = replace(snapshot, batch=batch, pods=pods, not_created=not_created)
-        if batch is not None and batch.suspended and self._kueue:
-            workload = await self._workload(key, batch)
-            refused = "" if workload is not None else await self._absent_class(batch)
-            snapshot = replace(snapshot, workload=workload, quota_refused=refused)
+        quota_seconds = None
+        if batch is not None and self._kueue and not batch.queue and not batch.outcome:
+            snapshot, quota_seconds = await self._quota.settle(key, raw, snapshot, batch)
         with self._work_record.on(raw):
             status = sft_status(raw.get("status", {}), snapshot)
         await self._publish(key, raw, status)
         if batch is not None and batch.outcome:
-            return None
-        return RUNNING_SECONDS if any(pod.running for pod in pods) else retry_seconds
+            return None  # the event of the status causes another pass
+        if any(pod.running for pod in pods) and batch is not None and not batch.suspended:
+            retry_seconds = RUNNING_SECONDS
+        return min((seconds for seconds in (retry_seconds, quota_seconds) if seconds is not None), default=None)
 
-    async def _pods(self, key: Key, batch: str) -> list[SFTPod]:
-        """Pods of the Job with this uid."""
+    async def _pods(self, key: Key, uid: str, batch: str) -> list[SFTPod]:
+        """Pods of the SFTJob with this uid: of its Job, and of one that was deleted while its pod ran."""
         return [
             sft_pod_of(item)
             async for item in self._api.list(POD, key.namespace, labels=f"{SFT_LABEL}={key.name}")
-            if any(owner["uid"] == batch for owner in item["metadata"].get("ownerReferences", ()))
+            if item["metadata"]["labels"].get(UID_LABEL) == uid
+            or any(owner["uid"] == batch for owner in item["metadata"].get("ownerReferences", ()))
         ]
 
-    async def _workload(self, key: Key, batch: BatchJob) -> WorkloadAdmission | None:
-        """What Kueue has answered the Job; None before it has made a Workload for it."""
-        async for item in self._api.list(KUEUE_WORKLOAD, key.namespace, labels=f"{JOB_UID_LABEL}={batch.uid}"):
-            return admission_of(item)
-        return None
-
-    async def _absent_class(self, batch: BatchJob) -> str:
-        """What is wrong with the Job's priority class, without which Kueue makes no Workload; empty if nothing is."""
-        if not batch.priority_class:
-            return ""
-        try:
-            await self._api.get(WORKLOAD_PRIORITY, batch.priority_class)
-        except Gone:
-            return absent_priority_class(batch.priority_class)
-        return ""
+    async def _after_the_end(self, key: Key, raw: Mapping[str, Any]) -> float | None:
+        """Has the quota of a job that has ended given back when its pods have."""
+        uid = raw["metadata"]["uid"]
+        self._quota.forget(key)
+        if self._quota.is_finished(key, uid):
+            return None
+        batch = self._store.batch_of(key, uid)
+        pods = await self._pods(key, uid, "" if batch is None else batch["metadata"]["uid"])
+        await self._quota.finish(key, raw, pods)
+        return WAITING_SECONDS
 
     async def _not_created(self, key: Key) -> str:
         """Why Kubernetes creates no pod of the Job, as its latest event says; empty if none does."""
@@ -246,16 +248,19 @@ class SFTReconciler:
         await self._events.publish(key, metadata["uid"], before, after, kind=SFT_JOB)
 
 
-async def list_sft(api: Api, store: SFTStore, namespaces: Sequence[str]) -> set[Key]:
-    """Lists SFTJobs and their Jobs, and hands what the streams missed to the store; returns the keys of the SFTJobs
-    concerned.
+async def list_sft(api: Api, store: SFTStore, namespaces: Sequence[str], *, kueue: bool) -> set[Key]:
+    """Lists SFTJobs, their Jobs and Workloads, and hands what the streams missed to the store; returns the keys of the
+    SFTJobs concerned.
 
     Raises:
         ApiProblem: The API server does not answer.
     """
     known_uids, present_uids, missed = store.known(), set[str](), set[Key]()
+    kinds = [(SFT_JOB, "", store.job), (BATCH_JOB, SFT_LABEL, store.batch)]
+    if kueue:
+        kinds.append((KUEUE_WORKLOAD, SFT_LABEL, store.workload))
     for namespace in namespaces or (None,):
-        for kind, labels, take in ((SFT_JOB, "", store.job), (BATCH_JOB, SFT_LABEL, store.batch)):
+        for kind, labels, take in kinds:
             marks = [mark async for mark in api.marks(kind, namespace, labels=labels)]
             present_uids.update(mark.uid for mark in marks)
             if all(store.version(mark.uid) >= mark.version for mark in marks):

@@ -100,7 +100,7 @@ class Given:
     """The rendered spec as JSON, recorded in case a later spec is invalid."""
     queue: str | None = None
     """Queue in which each workload asks Kueue for quota by itself; None where the job asks for all, or for none."""
-    placements: Mapping[Role, Placement] = field(default_factory=dict[Role, Placement])
+    placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     @property
     def name(self) -> str:

@@ -9,20 +9,34 @@ from typing import Any
 
 from kestrl._shared.plan.components import Role
 from kestrl._shared.spec.job import JobSpec
-from kestrl_operator.render.job import labels as job_labels
-from kestrl_operator.render.job import owner
-from kestrl_operator.render.pods import account
+from kestrl._shared.spec.sft import SFT_KIND
+from kestrl_operator.render.job import labels, owner
+from kestrl_operator.render.pod_defaults import with_placement
 from kestrl_operator.render.resources import without_model_disk
 from kestrl_operator.state.accelerators import Placement
-from kestrl_operator.state.admission import GROUP, JOB_UID_LABEL, KIND, PRIORITY_KIND, REQUEST, VERSION, QuotaRequest
+from kestrl_operator.state.admission import (
+    GROUP,
+    JOB_UID_LABEL,
+    KIND,
+    PRIORITY_KIND,
+    REQUEST,
+    VERSION,
+    QuotaHolder,
+    QuotaRequest,
+)
 from kestrl_operator.state.cluster import replicas
-from kestrl_operator.state.jobs import Key
+from kestrl_operator.state.sft import SFT_LABEL, UNPLACED
 from kestrl_operator.state.store import WORKLOADS
 
 Object = dict[str, Any]
 COUNTED = ("nodeSelector", "affinity", "tolerations", "runtimeClassName", "topologySpreadConstraints")
 """Fields of a pod that decide with its containers' resources what quota it needs. Others may change while it holds
 quota, when Kueue allows no change of a Workload."""
+MARKS = ("labels", "annotations")
+"""Fields of a PodTemplate's metadata that a place adds to."""
+OF_KUBERNETES = ("batch.kubernetes.io/", "controller-uid", "job-name")
+"""Beginnings of the labels that Kubernetes adds to the PodTemplate of a Job, by which the Job finds its pods."""
+SFT_POD_SET = "sft"
 CONTAINER = ("name", "resources", "restartPolicy")
 """Those of a container."""
 
@@ -36,7 +50,11 @@ def quota_request(spec: JobSpec, objects: Sequence[Object], queue: str, priority
         queue: The queue that it names.
         priority_class: The WorkloadPriorityClass that it names; empty for none.
     """
-    pod_sets = [_pod_set(spec, item) for item in objects if item["kind"] in WORKLOADS]
+    return request_of([_pod_set(spec, item) for item in objects if item["kind"] in WORKLOADS], queue, priority_class)
+
+
+def request_of(pod_sets: Sequence[Object], queue: str, priority_class: str) -> QuotaRequest:
+    """The request for these pods."""
     content = json.dumps([queue, pod_sets], sort_keys=True)
     return QuotaRequest(
         queue=queue,
@@ -49,16 +67,20 @@ def quota_request(spec: JobSpec, objects: Sequence[Object], queue: str, priority
 def _pod_set(spec: JobSpec, item: Object) -> Object:
     """The pods of a role; of engines with a range, the most that there may be."""
     role = Role(item["metadata"]["labels"]["app.kubernetes.io/component"])
-    pods = item["spec"]["template"]["spec"]
-    counted: Object = {field: pods[field] for field in COUNTED if pods.get(field)}
+    count = spec.inference.replicas.max if role is Role.INFERENCE else replicas(spec, {}).get(role, 1)
+    return {"name": str(role), "count": count, "template": {"spec": counted(item["spec"]["template"]["spec"])}}
+
+
+def counted(pods: Mapping[str, Any]) -> Object:
+    """What of the spec of pods decides about quota."""
+    fields: Object = {field: pods[field] for field in COUNTED if pods.get(field)}
     for group in ("initContainers", "containers"):
         if pods.get(group):
-            counted[group] = [
+            fields[group] = [
                 {field: counted_part[field] for field in CONTAINER if counted_part.get(field)}
                 for counted_part in map(_without_default_disk, pods[group])
             ]
-    count = spec.inference.replicas.max if role is Role.INFERENCE else replicas(spec, {}).get(role, 1)
-    return {"name": str(role), "count": count, "template": {"spec": counted}}
+    return fields
 
 
 def _without_default_disk(container: Object) -> Object:
@@ -72,13 +94,11 @@ def _without_default_disk(container: Object) -> Object:
     )
 
 
-def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priority: int | None) -> Object:
+def workload_object(holder: QuotaHolder, request: QuotaRequest, priority: int | None) -> Object:
     """The Workload, owned by the job.
 
     Args:
-        kind: Kind of the job.
-        key: Namespace and name of the job.
-        uid: Uid of the job.
+        holder: The job.
         request: What it asks for.
         priority: The priority of its class; None where it names none.
     """
@@ -86,12 +106,15 @@ def workload_object(kind: str, key: Key, uid: str, request: QuotaRequest, priori
     if priority is not None:
         reference = {"group": GROUP, "kind": PRIORITY_KIND, "name": request.priority_class}
         spec |= {"priorityClassRef": reference, "priority": priority}
+    namespace, job = holder.key
+    # The operator watches Workloads by the labels of an AgentRLJob's objects; an SFTJob's has one more.
+    own = {SFT_LABEL: job} if holder.kind == SFT_KIND else {}
     metadata = {
-        "name": account(key.name),
-        "namespace": key.namespace,
-        "labels": {**job_labels(key.name), JOB_UID_LABEL: uid},
+        "name": holder.name,
+        "namespace": namespace,
+        "labels": {**labels(job), **own, JOB_UID_LABEL: holder.uid},
         "annotations": {REQUEST: request.digest},
-        "ownerReferences": [owner(kind, key.name, uid)],
+        "ownerReferences": [owner(holder.kind, job, holder.uid)],
     }
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": metadata, "spec": spec}
 
@@ -106,3 +129,50 @@ def merged(placements: Sequence[Placement]) -> Placement:
         annotations |= placement.annotations
         tolerations += [toleration for toleration in placement.tolerations if toleration not in tolerations]
     return Placement(selector, tolerations, labels, annotations)
+
+
+def unplaced_form(template: Mapping[str, Any]) -> Object:
+    """What a Job remembers of a PodTemplate to which Kueue has added nothing."""
+    metadata = template["metadata"]
+    marks = {field: metadata[field] for field in MARKS if metadata.get(field)}
+    return {"metadata": marks, "spec": counted(template["spec"])}
+
+
+def holding(unplaced: Mapping[str, Any]) -> Object:
+    """The change of a Job by which it has no pods, and remembers what its PodTemplate is without a place."""
+    return {"metadata": {"annotations": {UNPLACED: json.dumps(unplaced, sort_keys=True)}}, "spec": {"suspend": True}}
+
+
+def held(batch: Object) -> Object:
+    """A Job that begins without pods, until the quota is there that it asks for."""
+    hold, metadata = holding(unplaced_form(batch["spec"]["template"])), batch["metadata"]
+    annotations = {**metadata.get("annotations", {}), **hold["metadata"]["annotations"]}
+    return {**batch, "metadata": {**metadata, "annotations": annotations}, "spec": {**batch["spec"], **hold["spec"]}}
+
+
+def sft_request(unplaced: Mapping[str, Any], queue: str, priority_class: str) -> QuotaRequest:
+    """What an SFTJob needs to run, by what its Job remembers."""
+    pod_set = {"name": SFT_POD_SET, "count": 1, "template": {"spec": unplaced["spec"]}}
+    return request_of([pod_set], queue, priority_class)
+
+
+def resuming(template: Mapping[str, Any], unplaced: Mapping[str, Any], place: Placement | None) -> Object:
+    """The merge patch of a Job by which its pod runs where its quota is for, and not where an earlier one was.
+
+    Args:
+        template: Its PodTemplate.
+        unplaced: What it remembers of that.
+        place: The place; None where any node will do.
+    """
+    placed = with_placement({**unplaced}, place)
+    metadata, spec = template.get("metadata", {}), template["spec"]
+    marks = {field: _replaced(metadata.get(field), placed["metadata"].get(field)) for field in MARKS}
+    selector = _replaced(spec.get("nodeSelector"), placed["spec"].get("nodeSelector"))
+    directives = {"nodeSelector": selector, "tolerations": placed["spec"].get("tolerations")}
+    return {"spec": {"suspend": False, "template": {"metadata": marks, "spec": directives}}}
+
+
+def _replaced(before: Mapping[str, str] | None, after: Mapping[str, str] | None) -> Object:
+    """The merge patch of a map to another, but for what Kubernetes has added to it."""
+    surplus = [name for name in before or {} if not name.startswith(OF_KUBERNETES)]
+    return {**dict.fromkeys(surplus), **(after or {})}

@@ -61,7 +61,7 @@ class SFTGiven:
     identity: ServiceAccount | None = None
     """The ServiceAccount whose cloud identity reaches the object storage."""
     queue_labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Labels by which Kueue queues the Job."""
+    """Labels by which Kueue's own integration of Jobs queues the Job."""
 
     @property
     def name(self) -> str:

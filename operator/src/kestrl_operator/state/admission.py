@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrl_operator.state.accelerators import Placement
+from kestrl_operator.state.jobs import Key
 
 Object = Mapping[str, Any]
 GROUP, VERSION = "kueue.x-k8s.io", "v1beta2"
@@ -128,6 +129,45 @@ class Quota:
     def suffices(self) -> bool:
         """Whether the job has the quota that it needs."""
         return self.admission is not None and self.admission.lets_run and not self.outdated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaHolder:
+    """A job of either kind, as far as its Workload names it."""
+
+    kind: str
+    key: Key
+    uid: str
+
+    @property
+    def name(self) -> str:
+        """Name of its Workload."""
+        return f"{self.key.name}-{self.kind.lower()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaUse:
+    """What a job of either kind does with its quota at one moment."""
+
+    holder: QuotaHolder
+    now: float
+    queue: str
+    """The queue that it names; empty for none."""
+    quota: Quota | None
+    """None where it asks for nothing and has no Workload, or this operator does not use Kueue."""
+    occupied: bool
+    """Whether pods of it are there, or may be."""
+    ready: bool
+    """Whether all of its pods are ready."""
+    end: str = ""
+    """Reason of its end; empty before."""
+    suspended: bool | None = None
+    """Whether its spec suspends it; None for a kind that has no such field."""
+
+    @property
+    def asks_for_nothing(self) -> bool:
+        """Whether it needs no Workload: it names no queue, or is suspended and without pods."""
+        return not self.queue or (not self.end and self.suspended is True and not self.occupied)
 
 
 def absent_priority_class(name: str) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from kestrl._shared.spec.sft import SFT_KIND
 from kestrl._shared.spec.status import ResultStatus
-from kestrl_operator.state.admission import PRIORITY_LABEL
+from kestrl_operator.state.admission import WorkloadAdmission, admission_of
 from kestrl_operator.state.jobs import JobObjects, Key
 from kestrl_operator.state.parsing import ended, unstartable
 from kestrl_operator.state.snapshot import QUEUE_LABEL, STORAGE, ContainerEnd, seconds_of
@@ -20,6 +21,9 @@ Object = Mapping[str, Any]
 NOTHING: Object = {}
 SFT_LABEL = "kestrl.dev/sft-job"
 """Label with the name of an SFTJob. Its pods have no `kestrl.dev/job`: an AgentRLJob may have the same name."""
+UNPLACED = "kestrl.dev/unplaced"
+"""Annotation of a Job that the operator holds for quota: what decides about quota and place in its PodTemplate, without
+what Kueue has added. By it another admission may want other nodes, and the request stays what it was."""
 CONTAINER = "sft"
 """The container that trains."""
 
@@ -28,7 +32,10 @@ CONTAINER = "sft"
 class BatchJob:
     """The Job of an SFTJob."""
 
+    name: str
     uid: str
+    version: str
+    """Its resourceVersion, for which changes of its status are computed."""
     storage: str
     """Storage of the runs when the Job was created."""
     running: bool
@@ -42,13 +49,18 @@ class BatchJob:
     started: str | None
     finished: str | None
     queue: str
-    """Kueue's queue that it was created for; empty for none."""
-    priority_class: str
-    """Name of its WorkloadPriorityClass; empty for none."""
+    """The queue in which Kueue's own integration of Jobs holds it; empty for none."""
     suspended: bool
-    """Whether it may have no pods, as Kueue has it until it is admitted."""
+    """Whether it may have no pods."""
+    stopped: bool
+    """Whether Kubernetes has noticed that it is suspended, and creates no pods."""
     resumed: bool
     """Whether it was suspended before: without Kueue no Job ever is."""
+    template: Object
+    """Its PodTemplate."""
+    unplaced: Object | None
+    """What its PodTemplate was without the place that its quota is for; None where the operator has never held it for
+    quota."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +77,8 @@ class SFTPod:
     """Why one of its containers cannot start; empty when all can."""
     running: bool
     """Whether the program runs."""
+    over: bool
+    """Whether it has ended for good."""
     ended: tuple[ContainerEnd, ...]
     """Containers that ended with a failure."""
     result: ResultStatus | None
@@ -78,6 +92,8 @@ class SFTStore(JobObjects):
         super().__init__()
         self._batches: dict[str, tuple[Key, Object]] = {}
         """Jobs by uid."""
+        self._admissions: dict[str, tuple[Key, str, WorkloadAdmission]] = {}
+        """What Kueue has answered, with the uid of the SFTJob, by uid of the Workload."""
 
     def batch(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Job; returns the key of its SFTJob."""
@@ -97,9 +113,27 @@ class SFTStore(JobObjects):
         batches = (body for place, body in self._batches.values() if place == key)
         return next((body for body in batches if owner_uid(body) == uid), None)
 
+    def workload(self, body: Object, *, deleted: bool = False) -> Key | None:
+        """Stores a Workload; returns the key of its SFTJob."""
+        name = body["metadata"].get("labels", {}).get(SFT_LABEL)
+        if name is None:
+            return None
+        key, uid = Key(body["metadata"]["namespace"], name), uid_of(body)
+        if deleted:
+            self._versions.delete(body)
+            self._admissions.pop(uid, None)
+        elif self._versions.take(body):
+            self._admissions[uid] = (key, owner_uid(body), admission_of(body))
+        return key
+
+    def admission(self, key: Key, uid: str) -> WorkloadAdmission | None:
+        """The answer to the request for quota of this SFTJob; None if it has none."""
+        answers = self._admissions.values()
+        return next((answer for place, owner, answer in answers if (place, owner) == (key, uid)), None)
+
     def known(self) -> frozenset[str]:
         """Uids of everything: whatever a list requested from now on does not contain was deleted."""
-        return frozenset(map(uid_of, self.jobs.values())) | frozenset(self._batches)
+        return frozenset(map(uid_of, self.jobs.values())) | frozenset(self._batches) | frozenset(self._admissions)
 
     def forget(self, uids: Collection[str]) -> Iterator[Key]:
         """Removes objects by uid; yields the keys of their SFTJobs."""
@@ -107,6 +141,11 @@ class SFTStore(JobObjects):
         for uid, (key, _) in list(self._batches.items()):
             if uid in uids:
                 del self._batches[uid]
+                self._versions.forget(uid)
+                yield key
+        for uid, (key, *_) in list(self._admissions.items()):
+            if uid in uids:
+                del self._admissions[uid]
                 self._versions.forget(uid)
                 yield key
 
@@ -122,9 +161,11 @@ def batch_of(body: Object) -> BatchJob:
     metadata, status = body["metadata"], body.get("status", {})
     conditions: Sequence[Object] = status.get("conditions", ())
     over = next((item for item in conditions if item["type"] in OVER and item["status"] == "True"), NOTHING)
-    labels: Mapping[str, str] = metadata.get("labels", {})
+    suspension = next((item["status"] for item in conditions if item["type"] == "Suspended"), "")
     return BatchJob(
+        name=metadata["name"],
         uid=metadata["uid"],
+        version=metadata.get("resourceVersion", ""),
         storage=metadata.get("annotations", {}).get(STORAGE, ""),
         running=bool(status.get("ready")),
         failed=status.get("failed", 0),
@@ -133,14 +174,26 @@ def batch_of(body: Object) -> BatchJob:
         message=over.get("message", ""),
         started=status.get("startTime"),
         finished=status.get("completionTime") or over.get("lastTransitionTime"),
-        queue=labels.get(QUEUE_LABEL, ""),
-        priority_class=labels.get(PRIORITY_LABEL, ""),
+        queue=metadata.get("labels", {}).get(QUEUE_LABEL, ""),
         suspended=body.get("spec", {}).get("suspend", False),
-        resumed=any(item["type"] == "Suspended" and item["status"] == "False" for item in conditions),
+        stopped=suspension == "True",
+        resumed=suspension == "False",
+        template=body.get("spec", {}).get("template", NOTHING),
+        unplaced=_unplaced(metadata.get("annotations", {}).get(UNPLACED, "")),
     )
 
 
 OVER = frozenset({"Complete", "Failed"})
+
+
+def _unplaced(text: str) -> Object | None:
+    """What a Job remembers; None for anything else, which anybody who may edit the Job may have written."""
+    try:
+        form: Any = json.loads(text)
+    except ValueError:
+        return None
+    parts = cast("Object", form) if isinstance(form, dict) else NOTHING
+    return parts if all(isinstance(parts.get(part), dict) for part in ("metadata", "spec")) else None
 
 
 def sft_pod_of(body: Object) -> SFTPod:
@@ -160,6 +213,7 @@ def sft_pod_of(body: Object) -> SFTPod:
         unscheduled=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         unstartable=next(unstartable(statuses), ""),
         running="running" in container_state,
+        over=status.get("phase") in {"Succeeded", "Failed"},
         ended=tuple(ended(statuses)),
         result=_result(container_state.get("terminated", NOTHING)),
     )

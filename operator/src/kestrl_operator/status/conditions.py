@@ -224,11 +224,11 @@ SFT_REASONS: Mapping[Type, Mapping[str, str]] = {
     },
     Type.QUOTA_RESERVED: {
         "Admitted": "Its queue has admitted it.",
-        "Waiting": "Its Job is suspended and waits in its queue; the message is Kueue's.",
+        "Waiting": REASONS[Type.QUOTA_RESERVED]["Waiting"],
         CHECKING: REASONS[Type.QUOTA_RESERVED][CHECKING],
         "Inactive": REASONS[Type.QUOTA_RESERVED]["Inactive"],
         "Draining": "Its queue takes the quota back: the program ends after a checkpoint, and waits again.",
-        "Refused": "There is no such priority class.",
+        "Refused": REASONS[Type.QUOTA_RESERVED]["Refused"],
     },
     Type.SCHEDULED: {
         "PodsScheduled": "The pod has a node.",

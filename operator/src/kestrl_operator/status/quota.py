@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from kestrl._shared.spec.job import KIND
 from kestrl_operator.state.admission import (
     ADMITTED,
     DEACTIVATED,
@@ -17,9 +18,12 @@ from kestrl_operator.state.admission import (
     REQUEUED,
     REQUEUES,
     Quota,
+    QuotaHolder,
+    QuotaUse,
     WorkloadAdmission,
 )
 from kestrl_operator.state.cluster import replicas
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.snapshot import Snapshot
 from kestrl_operator.status.conditions import CHECKING, NOT_OBSERVED, ConditionStatus, Observation, Type
 from kestrl_operator.status.lifecycle import Decision, Stage
@@ -40,45 +44,58 @@ class QuotaStep(StrEnum):
     """All pods are ready for the first time since the admission."""
 
 
-def quota_step(snapshot: Snapshot, decision: Decision) -> QuotaStep | None:
+def quota_step(use: QuotaUse) -> QuotaStep | None:
     """What is to be done with the Workload; None if it is as it should be, or the job's pods have to go first."""
-    quota = snapshot.quota
+    quota = use.quota
     if quota is None or (quota.admission is not None and quota.admission.deleting):
         return None
-    if snapshot.queue is None or decision.stage is Stage.RELEASED:
+    if use.asks_for_nothing:
         return None if quota.admission is None else QuotaStep.DELETE
-    if decision.stage is Stage.ENDED:
-        return _after_the_end(snapshot, quota.admission)
-    if quota.request is None or _is_suspended(snapshot):
+    if use.end:
+        return _after_the_end(use, quota.admission)
+    if quota.request is None or use.suspended:
         return None
     if quota.admission is None:
         return QuotaStep.APPLY
-    return _of_a_job_in_its_queue(snapshot, quota, quota.admission)
+    return _of_a_job_in_its_queue(use, quota, quota.admission)
 
 
-def _is_suspended(snapshot: Snapshot) -> bool:
-    return snapshot.job is not None and snapshot.job.spec.suspend
-
-
-def _after_the_end(snapshot: Snapshot, admission: WorkloadAdmission | None) -> QuotaStep | None:
-    if admission is None or admission.has(FINISHED) or snapshot.present:
+def _after_the_end(use: QuotaUse, admission: WorkloadAdmission | None) -> QuotaStep | None:
+    if admission is None or admission.has(FINISHED) or use.occupied:
         return None
     return QuotaStep.FINISH
 
 
-def _of_a_job_in_its_queue(snapshot: Snapshot, quota: Quota, admission: WorkloadAdmission) -> QuotaStep | None:
+def _of_a_job_in_its_queue(use: QuotaUse, quota: Quota, admission: WorkloadAdmission) -> QuotaStep | None:
     reserved = admission.has(QUOTA_RESERVED)
     if admission.has(FINISHED) or (quota.outdated and reserved):
-        return None if snapshot.present else QuotaStep.DELETE  # Kueue changes neither
+        return None if use.occupied else QuotaStep.DELETE  # Kueue changes neither
     if quota.outdated:
         return QuotaStep.APPLY
     if _is_taken_back(admission):
-        return None if snapshot.present else QuotaStep.RELEASE
+        return None if use.occupied else QuotaStep.RELEASE
     if quota.request is not None and admission.priority_class != quota.request.priority_class and not reserved:
         return QuotaStep.APPLY
-    if admission.lets_run and not admission.has(PODS_READY) and _all_ready(snapshot):
+    if admission.lets_run and not admission.has(PODS_READY) and use.ready:
         return QuotaStep.READY
     return None
+
+
+def quota_use(snapshot: Snapshot, decision: Decision) -> QuotaUse:
+    """What an AgentRLJob does with its quota."""
+    key, end = Key(snapshot.namespace, snapshot.name), ""
+    if decision.stage is Stage.ENDED:
+        end = snapshot.condition(Type.SUCCEEDED)[1] if decision.ended is None else decision.ended[0]
+    return QuotaUse(
+        holder=QuotaHolder(kind=KIND, key=key, uid=snapshot.uid),
+        now=snapshot.now,
+        queue=snapshot.queue or "",
+        quota=snapshot.quota,
+        occupied=bool(snapshot.present),
+        ready=_all_ready(snapshot),
+        end=end,
+        suspended=snapshot.job is not None and snapshot.job.spec.suspend,
+    )
 
 
 def _all_ready(snapshot: Snapshot) -> bool:
@@ -108,12 +125,11 @@ def released(admission: WorkloadAdmission, now: float) -> Mapping[str, Any]:
     return {"admission": None, "conditions": _with(admission.conditions, changes, now)}
 
 
-def finished(admission: WorkloadAdmission, snapshot: Snapshot, decision: Decision) -> Mapping[str, Any]:
+def finished(admission: WorkloadAdmission, use: QuotaUse) -> Mapping[str, Any]:
     """The status of the Workload of a job that has ended."""
-    end = snapshot.condition(Type.SUCCEEDED)[1] if decision.ended is None else decision.ended[0]
-    reason = "Succeeded" if end == "Completed" else "Failed"
-    changes = {FINISHED: ("True", reason, f"The AgentRLJob has ended: {end}")}
-    return {"conditions": _with(admission.conditions, changes, snapshot.now)}
+    reason = "Succeeded" if use.end == "Completed" else "Failed"
+    changes = {FINISHED: ("True", reason, f"The {use.holder.kind} has ended: {use.end}")}
+    return {"conditions": _with(admission.conditions, changes, use.now)}
 
 
 def started(admission: WorkloadAdmission, now: float) -> Mapping[str, Any]:
@@ -140,7 +156,7 @@ def quota_reserved(snapshot: Snapshot, decision: Decision) -> Observation:
     if snapshot.queue is None:
         return _unknown("the job names no queue")
     if snapshot.quota is not None:
-        return _answer(snapshot, snapshot.quota, decision, snapshot.queue)
+        return answer(quota_use(snapshot, decision), snapshot.quota)
     gated = [pod.name for pod in snapshot.staying if pod.gated]
     if gated:
         return _false("Waiting", f"{len(gated)} pods wait for queue {snapshot.queue}")
@@ -151,29 +167,34 @@ def quota_reserved(snapshot: Snapshot, decision: Decision) -> Observation:
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason="Admitted")
 
 
-def _answer(snapshot: Snapshot, quota: Quota, decision: Decision, queue: str) -> Observation:
-    """The condition of a job that asks for quota by a Workload."""
+def answer(use: QuotaUse, quota: Quota) -> Observation:
+    """Condition QuotaReserved of a job that asks for quota by a Workload of its own."""
     admission = quota.admission
-    if decision.stage is Stage.ENDED:
+    if use.end:
         return _unknown("the job has ended, and needs no quota")
-    if _is_suspended(snapshot) and (decision.stage is Stage.RELEASED or admission is None):
+    if use.suspended and (not use.occupied or admission is None):
         return _unknown("the job is suspended, and asks for no quota")
     if quota.refused:
         return _false("Refused", quota.refused)
     if admission is None or not admission.conditions:
-        return _false("Waiting", f"queue {queue} has not answered yet")
-    if snapshot.present and not quota.suffices:
-        return _false("Draining", _why_given_back(admission, queue))
+        return _false("Waiting", f"queue {use.queue} has not answered yet")
+    if use.occupied and not quota.suffices:
+        return _false("Draining", _why_given_back(admission, use.queue))
     if not admission.active:
-        activate = f"set spec.active of Workload {admission.name} to true, or suspend the job and resume it"
-        return _false("Inactive", f"{deactivation(admission)}: {activate}")
+        return _false("Inactive", f"{_deactivation(admission)}: {_activation(use, admission)}")
     if not quota.suffices:
-        return unadmitted(admission, queue)
+        return _unadmitted(admission, use.queue)
     message = f"by ClusterQueue {admission.cluster_queue}"
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason="Admitted", message=message)
 
 
-def unadmitted(admission: WorkloadAdmission, queue: str) -> Observation:
+def _activation(use: QuotaUse, admission: WorkloadAdmission) -> str:
+    """How a job whose Workload is not active queues again."""
+    activate = f"set spec.active of Workload {admission.name} to true"
+    return activate if use.suspended is None else f"{activate}, or suspend the job and resume it"
+
+
+def _unadmitted(admission: WorkloadAdmission, queue: str) -> Observation:
     """The condition of a job without pods that Kueue has not admitted."""
     if _is_taken_back(admission):
         return _false("Waiting", _why_given_back(admission, queue))
@@ -185,7 +206,7 @@ def unadmitted(admission: WorkloadAdmission, queue: str) -> Observation:
     return Observation(type=Type.QUOTA_RESERVED, status=ConditionStatus.TRUE, reason=CHECKING, message=message)
 
 
-def deactivation(admission: WorkloadAdmission) -> str:
+def _deactivation(admission: WorkloadAdmission) -> str:
     """Why a Workload is not active."""
     if admission.eviction.startswith(DEACTIVATED):
         message: str = admission.condition(EVICTED)["message"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from kestrl._shared.conventions import EXIT_INPUT
 from kestrl._shared.spec.status import Condition, SFTJobStatus, SFTShown
-from kestrl_operator.state.admission import DEACTIVATED, JOB_UID_LABEL, WorkloadAdmission
+from kestrl_operator.state.admission import JOB_UID_LABEL, QuotaUse
 from kestrl_operator.state.sft import CONTAINER, BatchJob, SFTPod
 from kestrl_operator.status.conditions import (
     NOT_OBSERVED,
@@ -21,7 +21,7 @@ from kestrl_operator.status.conditions import (
     phase,
 )
 from kestrl_operator.status.observations import is_missing
-from kestrl_operator.status.quota import deactivation, unadmitted
+from kestrl_operator.status.quota import answer
 from kestrl_operator.status.summary import distance, left_alone
 
 
@@ -40,10 +40,8 @@ class SFTSnapshot:
     """Why Kubernetes creates no pod, if that is known."""
     queue: str = ""
     """The queue of Kueue that the job's label names now; empty for none."""
-    workload: WorkloadAdmission | None = None
-    """What Kueue has answered a suspended Job; None if it has not, or this operator may not read it."""
-    quota_refused: str = ""
-    """Why Kueue cannot answer."""
+    use: QuotaUse | None = None
+    """What the job does with its quota; None where it asks for none by a Workload of its own."""
     batch: BatchJob | None = None
     pods: Sequence[SFTPod] = ()
 
@@ -103,10 +101,20 @@ def with_sft_failure(before: Mapping[str, Any], snapshot: SFTSnapshot, reason: s
 
 def has_ended(status: Mapping[str, Any]) -> bool:
     """Whether a job has ended, which it never ceases to have."""
+    return bool(end_of(status))
+
+
+def end_of(status: Mapping[str, Any]) -> str:
+    """The reason with which a job has ended; empty before."""
     conditions = [
         Condition.model_validate(item) for item in status.get("conditions", ()) if item["type"] == Type.SUCCEEDED
     ]
-    return any(item.status == "True" or (item.status == "False" and item.reason != "Running") for item in conditions)
+    ends = (item.reason for item in conditions if item.status == "True" or _is_failure(item))
+    return next(ends, "")
+
+
+def _is_failure(succeeded: Condition) -> bool:
+    return succeeded.status == "False" and succeeded.reason != "Running"
 
 
 def observed(snapshot: SFTSnapshot) -> Iterator[Observation]:
@@ -141,12 +149,14 @@ def _accepted(snapshot: SFTSnapshot) -> Observation:
 
 
 def _quota_reserved(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
-    """What Kueue's integration of Jobs does with the Job, which has the labels that the SFTJob had at its creation."""
-    batch = snapshot.batch
+    """What Kueue answers the job, or does with a Job that has a label of its own integration of Jobs."""
+    batch, use = snapshot.batch, snapshot.use
     if batch is None or is_over:
         return _unobserved("the job has ended, and needs no quota" if is_over else "there is no Job yet")
+    if use is not None and use.quota is not None:
+        return answer(use, use.quota)
     later = f"the label now names {snapshot.queue!r}, which counts for a new SFTJob only"
-    notice = f"; {later}" if snapshot.queue != batch.queue else ""
+    notice = f"; {later}" if snapshot.queue != batch.queue and not batch.unplaced else ""
     if batch.suspended:
         observation = _held(snapshot, batch)
         return replace(observation, message=f"{observation.message}{notice}")
@@ -158,31 +168,18 @@ def _quota_reserved(snapshot: SFTSnapshot, *, is_over: bool) -> Observation:
 
 
 def _held(snapshot: SFTSnapshot, batch: BatchJob) -> Observation:
-    """The condition of a job whose Job is suspended."""
-    workload, kind = snapshot.workload, Type.QUOTA_RESERVED
+    """The condition of a job whose Job is suspended by others, or by an operator that used Kueue."""
+    kind = Type.QUOTA_RESERVED
     if any(pod.running for pod in snapshot.pods):
-        cause = "" if workload is None or not workload.eviction else f": {workload.eviction}"
-        return _false(kind, "Draining", f"its Job is suspended{cause}")
+        return _false(kind, "Draining", "its Job is suspended")
+    if batch.unplaced and not batch.queue:
+        message = "its Job waits for quota, which needs kueue.enabled of the chart; set that, or resume the Job"
+        return _false(kind, "Waiting", message)
     if not batch.queue:
         message = "its Job is suspended, though the job names no queue: Kueue may manage jobs without one"
         return _false(kind, "Waiting", message)
-    if snapshot.quota_refused:
-        return _false(kind, "Refused", snapshot.quota_refused)
-    if workload is None:
-        command = f"kubectl get workloads -l {JOB_UID_LABEL}={batch.uid}"
-        return _false(kind, "Waiting", f"queue {batch.queue}: `{command}` shows its answer")
-    if not workload.active:
-        return _false(kind, "Inactive", f"{deactivation(workload)}: {_activation(workload)}")
-    return unadmitted(workload, batch.queue)
-
-
-def _activation(workload: WorkloadAdmission) -> str:
-    """How a Job whose Workload is not active queues again. Kueue (0.19.2) makes a Workload where there is none, and
-    does not queue one that it has deactivated itself and that was activated.
-    """
-    if workload.eviction.startswith(f"{DEACTIVATED}DueTo"):
-        return f"delete Workload {workload.name}, and Kueue makes another"
-    return f"set spec.active of Workload {workload.name} to true"
+    command = f"kubectl get workloads -l {JOB_UID_LABEL}={batch.uid}"
+    return _false(kind, "Waiting", f"queue {batch.queue}: `{command}` shows its answer")
 
 
 def _is_held(snapshot: SFTSnapshot) -> bool:

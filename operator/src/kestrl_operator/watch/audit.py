@@ -16,6 +16,7 @@ from kestrl_operator.apiserver.client import Api, Mark, Object
 from kestrl_operator.apiserver.kinds import BATCH_JOB, JOB, NODE, POD, SFT_JOB, Kind
 from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.parsing import node_of
+from kestrl_operator.state.sft import SFT_LABEL
 from kestrl_operator.state.store import JOB_LABEL, Store
 from kestrl_operator.watch.streams import MANAGED, WATCHED
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 PODS_EVERY = 5
 """Audits between two lists of pods and other objects, which are more numerous than jobs; every audit lists them while
 a stream has not delivered some."""
+OF_JOBS = f"{MANAGED},!{SFT_LABEL}"
+"""Labels of the objects of AgentRLJobs."""
 NO_CHILDREN = frozenset({JOB, POD, SFT_JOB, BATCH_JOB})
 
 
@@ -130,7 +133,7 @@ class Audit:
     async def _children(self) -> None:
         known_uids, present_uids = self._store.known().children, set[str]()
         for kind in self._owned_kinds:
-            present_uids.update(mark.uid for mark in await self._look(kind, MANAGED, partial(self._child, kind)))
+            present_uids.update(mark.uid for mark in await self._look(kind, OF_JOBS, partial(self._child, kind)))
         self._forget(known_uids - present_uids)
 
     async def _look(self, kind: Kind, labels: str, missed: Callable[[Object], None]) -> list[Mark]:

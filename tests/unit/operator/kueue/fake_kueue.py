@@ -35,8 +35,8 @@ def definition(kind: str, plural: str, *, namespaced: bool = True) -> Object:
 class FakeKueue:
     """Kueue in a fake cluster; a test says what it admits."""
 
-    def __init__(self, cluster: FakeKubernetes) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: FakeKubernetes, name: str = NAME) -> None:
+        self._cluster, self.name = cluster, name
         cluster.create("customresourcedefinitions", definition("Workload", "workloads"))
         cluster.create("customresourcedefinitions", definition("ResourceFlavor", "resourceflavors", namespaced=False))
         classes = definition("WorkloadPriorityClass", "workloadpriorityclasses", namespaced=False)
@@ -48,7 +48,7 @@ class FakeKueue:
         self._cluster.create(plural, body)
 
     def workload(self) -> Object | None:
-        return self._cluster.find("workloads", NAMESPACE, NAME)
+        return self._cluster.find("workloads", NAMESPACE, self.name)
 
     def condition(self, kind: str) -> tuple[str, str]:
         """Status and reason of a condition of the Workload."""
@@ -83,7 +83,7 @@ class FakeKueue:
         self._write({"conditions": [*conditions, condition("Evicted", "True", reason, message)]})
 
     def _write(self, status: Object) -> None:
-        self._cluster.edit("workloads", NAMESPACE, NAME, {"status": status}, subresource="status")
+        self._cluster.edit("workloads", NAMESPACE, self.name, {"status": status}, subresource="status")
 
 
 def condition(kind: str, status: str, reason: str, message: str) -> Object:

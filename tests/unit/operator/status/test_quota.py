@@ -13,7 +13,7 @@ from kestrl_operator.state.snapshot import QUEUE_LABEL
 from kestrl_operator.status.build import status_of
 from kestrl_operator.status.conditions import NOT_OBSERVED
 from kestrl_operator.status.lifecycle import Stage, decide
-from kestrl_operator.status.quota import QuotaStep, quota_step, released
+from kestrl_operator.status.quota import QuotaStep, quota_step, quota_use, released
 
 LABELS = {QUEUE_LABEL: "gpus"}
 REQUEST = QuotaRequest(queue="gpus", priority_class="", pod_sets=[], digest="d")
@@ -172,7 +172,7 @@ def test_a_job_follows_its_workload(
 ) -> None:
     seen = snapshot(**given)
     decision = decide(seen)
-    assert (decision.stage, quota_step(seen, decision)) == (stage, step)
+    assert (decision.stage, quota_step(quota_use(seen, decision))) == (stage, step)
     conditions = {item["type"]: item for item in status_of(seen, decision)["conditions"]}
     condition = conditions["QuotaReserved"]
     assert (condition["status"], condition["reason"]) == claim[:2]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.unit.operator.sft_samples import RESULT, batch_job, container_state, ended_with, sft_pod
 
-from kestrl_operator.state.admission import WorkloadAdmission, admission_of
+from kestrl_operator.state.admission import Quota, QuotaHolder, QuotaRequest, QuotaUse, WorkloadAdmission
+from kestrl_operator.state.jobs import Key
 from kestrl_operator.state.sft import batch_of, sft_pod_of
 from kestrl_operator.status.conditions import REASONS, SFT_REASONS
 from kestrl_operator.status.sft import SFTSnapshot, has_ended, sft_status, with_sft_failure
@@ -37,14 +38,30 @@ SHORT = "insufficient unused quota for nvidia.com/gpu in flavor default, 4 more 
 RESUMED = {"type": "Suspended", "status": "False", "reason": "JobResumed"}
 
 
-def workload(*conditions: tuple[str, str, str], active: bool = True) -> WorkloadAdmission:
-    """What Kueue has answered: the type, reason and message of true conditions, but for QuotaReserved."""
+def use(occupied: bool, *conditions: tuple[str, str, str], refused: str = "", **fields: Any) -> QuotaUse:
+    """What the job does with its quota: the type, reason and message of true conditions of its Workload, but for
+    QuotaReserved where that has a message.
+    """
     items = [
-        {"type": kind, "status": "False" if kind == "QuotaReserved" else "True", "reason": reason, "message": message}
+        {"type": kind, "status": "False" if kind == "QuotaReserved" and message else "True"}
+        | {"reason": reason, "message": message}
         for kind, reason, message in conditions
     ]
-    metadata = {"name": "job-warm-up-sft-1", "uid": "w-1", "resourceVersion": "1"}
-    return admission_of({"metadata": metadata, "spec": {"active": active}, "status": {"conditions": items}})
+    plain: dict[str, Any] = {"name": "w", "uid": "w-1", "version": "1", "request": "d", "cluster_queue": "all"}
+    admission = None if refused else WorkloadAdmission(**{**plain, "conditions": items, **fields})
+    request = QuotaRequest(queue="gpus", priority_class="", pod_sets=[], digest="d")
+    return QuotaUse(
+        holder=QuotaHolder(kind="SFTJob", key=Key("team-a", "warm-up"), uid="u-1"),
+        now=0.0,
+        queue="gpus",
+        quota=Quota(request=request, admission=admission, refused=refused),
+        occupied=occupied,
+        ready=False,
+    )
+
+
+ADMITTED = (("QuotaReserved", "", ""), ("Admitted", "", ""))
+HELD = batch_job(suspend=True, held=True)
 
 
 CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
@@ -97,9 +114,7 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
     ),
     (
         "in its queue",
-        seen(
-            batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload(("QuotaReserved", "", SHORT))
-        ),
+        seen(batch=HELD, queue="gpus", use=use(False, ("QuotaReserved", "", SHORT))),
         "Queued",
         {
             "QuotaReserved": ("False", "Waiting", f"queue gpus: {SHORT}"),
@@ -109,12 +124,56 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
     ),
     (
         "in a queue of which Kueue has said nothing",
-        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload()),
+        seen(batch=HELD, queue="gpus", use=use(False)),
         "Queued",
-        {"QuotaReserved": ("False", "Waiting", "queue gpus: it has not answered yet")},
+        {"QuotaReserved": ("False", "Waiting", "queue gpus has not answered yet")},
     ),
     (
-        "in a queue of which this operator may not read anything",
+        "of a priority that does not exist",
+        seen(batch=HELD, queue="gpus", use=use(False, refused="no such class")),
+        "Queued",
+        {"QuotaReserved": ("False", "Refused", "no such class")},
+    ),
+    (
+        "rejected by an admission check",
+        seen(
+            batch=HELD,
+            queue="gpus",
+            use=use(False, ("Evicted", "DeactivatedDueToAdmissionCheck", "no nodes"), active=False),
+        ),
+        "Queued",
+        {"QuotaReserved": ("False", "Inactive", "no nodes: set spec.active of Workload w to true")},
+    ),
+    (
+        "its queue takes the quota back",
+        seen(
+            sft_pod(DONE, RUNS),
+            batch=batch_job(suspend=True, held=True, ready=1),
+            queue="gpus",
+            use=use(True, *ADMITTED, ("Evicted", "Preempted", "for another")),
+        ),
+        "Running",
+        {"QuotaReserved": ("False", "Draining", "queue gpus takes the quota back: Preempted: for another")},
+    ),
+    (
+        "it has its quota",
+        seen(sft_pod(DONE, RUNS), batch=batch_job(held=True, ready=1), queue="gpus", use=use(True, *ADMITTED)),
+        "Running",
+        {"QuotaReserved": ("True", "Admitted", "by ClusterQueue all")},
+    ),
+    (
+        "held for quota that an operator without Kueue does not ask for",
+        seen(batch=HELD, queue="gpus"),
+        "Queued",
+        {
+            "QuotaReserved": (
+                "False", "Waiting",
+                "its Job waits for quota, which needs kueue.enabled of the chart; set that, or resume the Job",
+            )
+        },
+    ),
+    (
+        "in a queue of Kueue's own integration of Jobs",
         seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus"),
         "Queued",
         {
@@ -125,46 +184,10 @@ CASES: list[tuple[str, SFTSnapshot, str, dict[str, tuple[str, str, str]]]] = [
         },
     ),
     (
-        "of a priority that does not exist",
-        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", quota_refused="no such class"),
-        "Queued",
-        {"QuotaReserved": ("False", "Refused", "no such class")},
-    ),
-    (
-        "deactivated",
-        seen(batch=batch_job(queue="gpus", suspend=True), queue="gpus", workload=workload(active=False)),
-        "Queued",
-        {
-            "QuotaReserved": (
-                "False", "Inactive",
-                "the Workload is deactivated: set spec.active of Workload job-warm-up-sft-1 to true",
-            )
-        },
-    ),
-    (
-        "rejected by an admission check",
-        seen(
-            batch=batch_job(queue="gpus", suspend=True),
-            queue="gpus",
-            workload=workload(("Evicted", "DeactivatedDueToAdmissionCheck", "no nodes"), active=False),
-        ),
-        "Queued",
-        {
-            "QuotaReserved": (
-                "False", "Inactive", "no nodes: delete Workload job-warm-up-sft-1, and Kueue makes another",
-            )
-        },
-    ),
-    (
-        "its queue takes the quota back",
-        seen(
-            sft_pod(DONE, RUNS),
-            batch=batch_job(queue="gpus", suspend=True, ready=1),
-            queue="gpus",
-            workload=workload(("Evicted", "Preempted", "for another")),
-        ),
+        "that integration takes the quota back",
+        seen(sft_pod(DONE, RUNS), batch=batch_job(queue="gpus", suspend=True, ready=1), queue="gpus"),
         "Running",
-        {"QuotaReserved": ("False", "Draining", "its Job is suspended: Preempted: for another")},
+        {"QuotaReserved": ("False", "Draining", "its Job is suspended")},
     ),
     (
         "a failed pod from before the preemption",

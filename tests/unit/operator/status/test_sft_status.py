@@ -361,3 +361,10 @@ def test_a_failed_pass_is_in_condition_ready_beside_the_others() -> None:
     conditions = {item["type"]: (item["reason"], item["message"]) for item in after["conditions"]}
     assert conditions["Ready"] == ("OperatorFailed", "the API server is gone")
     assert conditions["Scheduled"] == ("PodsScheduled", "")
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "[]", "null", '{"spec": {}}', '{"metadata": 1, "spec": {}}'])
+def test_what_others_write_into_a_job_is_not_taken_for_its_template(text: str) -> None:
+    batch = batch_job(suspend=True)
+    batch["metadata"]["annotations"]["kestrl.dev/unplaced"] = text
+    assert batch_of(batch).unplaced is None

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 import yaml
 from tests.e2e.cluster.client import Cluster, Object
+from tests.e2e.cluster.commands import CommandFailed
 from tests.e2e.cluster.kit import build_kueue, kueue_folder
 
 SYSTEM = "kueue-system"
-DEPLOYMENT = "kueue-controller-manager"
+DEPLOYMENT, CONFIGURATION = "kueue-controller-manager", "kueue-manager-config"
 USER = 65532
 """The user of Kueue's image."""
 START_SECONDS = 300.0
 """Its certificates come as a Secret, which the kubelet may bring two minutes later."""
+RESTART_SECONDS = 90.0
 
 
 def manifests(cluster: Cluster, program: str) -> list[Object]:
@@ -51,6 +53,34 @@ def running_kueue(cluster: Cluster) -> Generator[None]:
     finally:
         for item in (*hooks, *reversed(others)):
             _delete(cluster, item)
+
+
+@contextmanager
+def fair_sharing(cluster: Cluster) -> Generator[None]:
+    """Running Kueue with fair sharing between the queues of a cohort, until the end of the block."""
+    before: dict[str, str] = cluster.get("configmap", CONFIGURATION, SYSTEM)["data"]
+    ((name, text),) = before.items()
+    settings = {"fairSharing": {"preemptionStrategies": ["LessThanOrEqualToFinalShare", "LessThanInitialShare"]}}
+    _configure(cluster, {name: yaml.safe_dump({**yaml.safe_load(text), **settings})})
+    try:
+        yield
+    finally:
+        _configure(cluster, before)
+
+
+def _configure(cluster: Cluster, content: dict[str, str]) -> None:
+    """Restarts the manager with another configuration.
+
+    Raises:
+        AssertionError: It does not become ready: its log says what is wrong with the configuration.
+    """
+    cluster.patch("configmap", CONFIGURATION, {"data": content}, SYSTEM)
+    place = (f"deployment/{DEPLOYMENT}", f"--namespace={SYSTEM}")
+    cluster.kubectl("rollout", "restart", *place)
+    try:
+        cluster.kubectl("rollout", "status", *place, f"--timeout={RESTART_SECONDS:.0f}s", seconds=RESTART_SECONDS + 10)
+    except CommandFailed as error:
+        raise AssertionError(f"{error}\n{cluster.describe(SYSTEM)}") from error
 
 
 def _is_available(deployment: Object) -> bool:

@@ -22,7 +22,7 @@ from tests.e2e.installation import (
 )
 from tests.e2e.test_job import trained_once
 
-from .kueue_manager import running_kueue
+from .kueue_manager import fair_sharing, running_kueue
 from .queues import (
     CHECK,
     CHECKED,
@@ -42,6 +42,7 @@ from .queues import (
     has_updates,
     local_queue,
     pods,
+    queue_of_cpus,
     queued,
     queued_sft,
     queues,
@@ -217,6 +218,32 @@ def test_each_role_runs_on_the_nodes_of_its_own_flavor(kueue: Installation) -> N
             pod["metadata"]["labels"]["kestrl.dev/role"]: flavors_of(pod) for pod in pods(cluster, "mixed", namespace)
         }
         assert placed == {role: [flavor] for role, flavor in assigned.items()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_queue_with_more_than_its_fair_share_gives_quota_back_to_another(kueue: Installation) -> None:
+    """A job of one team requests 500m of a cohort's 550m, of which neither team owns any, that of another 400m."""
+    cluster, teams, cohort = kueue.cluster, ("team-a", "team-b"), {"cohortName": "company"}
+    shares = [queue_of_cpus(team, "0", preemption={"reclaimWithinCohort": "Any"}, **cohort) for team in teams]
+    pool = queue_of_cpus("pool", "550m", **cohort)
+    with fair_sharing(cluster), further_objects(cluster, pool, *shares), kueue.place("fair") as namespace:
+        cluster.apply([local_queue(team, team) for team in teams], namespace)
+        cluster.apply(queued("large", queue=teams[0], rollout__replicas=3, schedule__maxSteps=1000), namespace)
+        kueue.wait("large", namespace, reserves("True", "Admitted", f"by ClusterQueue {teams[0]}"), 120)
+        kueue.wait_for_adapter("large", namespace, 1, 600)
+
+        cluster.apply(queued("small", queue=teams[1], schedule__maxSteps=1), namespace)
+        kueue.wait("large", namespace, reserves("False", "Draining", "Fair Sharing within the cohort"), 120)
+        kueue.wait("small", namespace, reserves("True", "Admitted", f"by ClusterQueue {teams[1]}"), RELEASED_SECONDS)
+        assert not pods(cluster, "large", namespace), "the quota is given back when the last pod is gone"
+        assert condition(workload(cluster, "large", namespace), "Preempted")[1] == "InCohortFairSharing"
+        step = newest_adapter(kueue, "large")
+        kueue.wait("small", namespace, is_true("Succeeded"), 600)
+
+        kueue.wait("large", namespace, reserves("True", "Admitted"), 200)
+        kueue.wait_for_adapter("large", namespace, step + 1, 600)
+        assert trained_once(kueue, "large"), "no step was lost, and none was trained twice"
 
 
 @pytest.mark.long

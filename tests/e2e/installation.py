@@ -40,19 +40,20 @@ JOB = "agentrljobs.kestrl.dev"
 Object = dict[str, Any]
 
 
-def quickstart(name: str = "email-search", **changes: Any) -> Object:
+def quickstart(name: str = "email-search", *, manifest: Path = QUICKSTART, **changes: Any) -> Object:
     """The README's job, with fields changed by their path: `schedule__maxSteps=4`."""
-    job: Object = yaml.safe_load(QUICKSTART.read_text())
+    job: Object = yaml.safe_load(manifest.read_text())
     job["metadata"]["name"] = name
     for path, value in changes.items():
         put(job["spec"], path.split("__"), value)
     return job
 
 
-def small(name: str, **changes: Any) -> Object:
+def small(name: str, *, manifest: Path = QUICKSTART, **changes: Any) -> Object:
     """A job of few, short steps: one engine, groups of four, no held-out questions."""
     return quickstart(
         name,
+        manifest=manifest,
         **{
             "data__validation": None,
             "data__train__size": 400,

@@ -257,6 +257,18 @@ class Cluster:
 
     # --- on request
 
+    def mount(self, folders: Sequence[Path]) -> None:
+        """Has the pods that are created from now on see further folders of this machine."""
+        self.apply(objects.injection(self.node.layout, *folders))
+        probe = json.dumps(objects.probe(DEFAULT_NAMESPACE))
+
+        def is_mounted() -> bool:
+            pod = json.loads(self.kubectl("create", "--dry-run=server", "--output=json", "-f", "-", given=probe))
+            paths = {mount["mountPath"] for mount in pod["spec"]["containers"][0].get("volumeMounts", ())}
+            return paths.issuperset(map(str, folders))
+
+        eventually("the folders are mounted", is_mounted, WAIT_SECONDS)
+
     def enforce_network_policies(self) -> None:
         """Enforces NetworkPolicies from now on."""
         node = self.node

@@ -31,11 +31,12 @@ def mounted(layout: Layout) -> list[Path]:
     return [layout.checkout, *(path for path in environments if not path.is_relative_to(layout.checkout))]
 
 
-def injection(layout: Layout) -> list[Object]:
-    """The policy that mounts the checkout, and its binding."""
+def injection(layout: Layout, *further: Path) -> list[Object]:
+    """The policy that mounts the checkout and further folders, and its binding."""
     name = "mount-checkout"
     pods = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
-    mutation = {"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": _expression(mounted(layout))}}
+    folders = dict.fromkeys([*mounted(layout), *further])
+    mutation = {"patchType": "ApplyConfiguration", "applyConfiguration": {"expression": _expression(list(folders))}}
     policy = {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingAdmissionPolicy",

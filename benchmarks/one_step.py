@@ -70,6 +70,8 @@ class Options:
     rounded: bool | None = None
     """Whether passes of ours compute with the adapter in bfloat16; None is the learner's choice for the device."""
     checkpointing: bool = False
+    compiled: bool = False
+    """Whether layers of ours are compiled."""
     tokens_per_pass: int = 16_384
     micro: int = 8
     """Rows at a time of the bare loop and of TRL."""
@@ -164,6 +166,7 @@ def ours(
         rounded=options.rounded,
         device=options.device,
         gradient_checkpointing=options.checkpointing,
+        compile_layers=options.compiled,
         tokens_per_pass=options.tokens_per_pass,
     )
     algorithm = algorithm_settings(read_job(JOB).spec).model_copy(update={"max_staleness": 0 if options.newest else 1})

@@ -105,11 +105,15 @@ def step_lines(place: Place, size: str, model: Path, shape: Shape, rate: float) 
     }
     if size == SIZES[0] or place.quick:
         candidates["ours_float32_adapter"] = ("ours", replace(base, rounded=False))
+        candidates["ours_compiled"] = ("ours", replace(base, compiled=True))
     baseline: dict[str, float] | None = None
     for name, (candidate, options) in candidates.items():
         title = f"step/{size}/{name}"
         if candidate == "trl" and find_spec("trl") is None:
             yield not_run("b", title, "trl is not installed")
+            continue
+        if options.compiled and place.quick:
+            yield not_run("b", title, "a compiler takes minutes on a CPU")
             continue
         try:
             figures = alone(candidate, model, shape, options)

@@ -81,6 +81,16 @@ def settings_of(tmp_path: Path, **training: Any) -> SFTSettings:
     return located(read_sft_job(manifest(tmp_path, **training)), base=tmp_path, folder=tmp_path / "run")
 
 
+def test_layers_are_compiled_where_the_manifest_says_so(tmp_path: Path) -> None:
+    from kestrl._app.checks.sft import located
+    from kestrl._shared.spec.sft import read_sft_job
+
+    path = manifest(tmp_path)
+    assert not settings_of(tmp_path).pass_options()["compile_layers"]
+    job = read_sft_job(path, ("learner.compileLayers=true",))
+    assert located(job, base=tmp_path, folder=tmp_path / "run").pass_options()["compile_layers"]
+
+
 def test_storage_is_waited_for_as_long_as_the_manifest_says(tmp_path: Path) -> None:
     from kestrl._app.checks.sft import located
     from kestrl._shared.spec.sft import read_sft_job

@@ -260,6 +260,7 @@ def _learner(job: AgentRLJob, site: Site) -> Component:
             "gradient_checkpointing": spec.learner.gradient_checkpointing,
             "checkpointed_layers": spec.learner.checkpointed_layers,
             "activation_offload": spec.learner.activation_offload,
+            "compile_layers": spec.learner.compile_layers,
             "tokens_per_pass": spec.learner.tokens_per_pass,
             "device": site.build(spec.learner.accelerator, "learner").device,
             **_division(spec, site),

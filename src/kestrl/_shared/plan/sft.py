@@ -120,6 +120,7 @@ def sft_settings(
         gradient_checkpointing=spec.learner.gradient_checkpointing,
         checkpointed_layers=spec.learner.checkpointed_layers,
         activation_offload=spec.learner.activation_offload,
+        compile_layers=spec.learner.compile_layers,
         tokens_per_pass=spec.learner.tokens_per_pass,
     )
 

@@ -222,11 +222,11 @@ class Learner(Passes):
     """The learner."""
 
     accelerator: Accelerator = Accelerator()
-    """Devices of each replica of the learner. With more than one in all, each has a process of its own, a rank, and the
-    base model is sharded over them; on profile cpu the ranks share the cores."""
+    """Devices of each replica. With more than one in all, each has a process, a rank, and the base model is sharded
+    over them; on profile cpu ranks share the cores."""
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    """Replicas with accelerator.count ranks each: pods on a cluster, of which the first is the learner itself. On one
-    machine all ranks are processes of it, and it needs replicas x accelerator.count devices."""
+    """Replicas with accelerator.count ranks each. On a cluster they are pods, the first of which is the learner; one
+    machine needs replicas x accelerator.count devices."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one rank. Default: all cores, divided by the ranks."""
     termination_grace: Duration = 180.0

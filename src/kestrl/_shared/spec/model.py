@@ -47,13 +47,12 @@ class Passes(Model):
     """What the learner's passes compute and keep, the same for an AgentRLJob and an SFTJob."""
 
     gradient_checkpointing: bool = False
-    """Keep the inputs of layers only and compute their activations again in the backward pass: much less memory for
-    long episodes, and a third more work."""
+    """Keep the inputs of layers only, and compute the rest again in the backward pass: less memory, more work."""
     checkpointed_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Number of the first layers to which gradientCheckpointing applies; the others keep their activations and are
-    computed once. Default: all."""
+    """Number of the first layers to which gradientCheckpointing applies; others are computed once. Default: all."""
     activation_offload: bool = False
-    """Keep these inputs of layers in host memory until the backward pass: device memory for longer rows, in exchange
-    for copies. Needs gradientCheckpointing and a device other than a CPU."""
+    """On devices other than a CPU: keep these inputs in host memory meanwhile. Needs gradientCheckpointing."""
+    compile_layers: bool = False
+    """Compile the layers when the model is loaded: takes minutes and a C++ compiler. Where it fails, the log warns."""
     tokens_per_pass: Annotated[int, Field(ge=1, le=LARGEST_CONTEXT)] = 16_384
     """Maximum tokens of one forward and backward pass, padding included; activations are in proportion to it."""

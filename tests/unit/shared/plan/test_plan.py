@@ -126,6 +126,20 @@ def test_settings_survive_a_round_trip_through_their_file() -> None:
             )
 
 
+def test_passes_of_the_learner_are_those_of_the_manifest() -> None:
+    """By default nothing is compiled, checkpointed or offloaded."""
+    asked = ("gradientCheckpointing=true", "checkpointedLayers=3", "compileLayers=true", "tokensPerPass=512")
+    options: list[dict[str, Any]] = []
+    for overrides in ((), tuple(f"learner.{field}" for field in asked)):
+        settings = by_name(job_with(*overrides))["learner-0"].settings
+        assert isinstance(settings, LearnerSettings)
+        options.append(settings.pass_options())
+    usual, changed = options
+    assert not any(usual[name] for name in ("compile_layers", "gradient_checkpointing", "activation_offload"))
+    assert changed["compile_layers"]
+    assert (changed["checkpointed_layers"], changed["tokens_per_pass"]) == (3, 512)
+
+
 def test_the_learner_knows_every_worker_engine_and_agent() -> None:
     settings = by_name(job_with())["learner-0"].settings
     assert isinstance(settings, LearnerSettings)

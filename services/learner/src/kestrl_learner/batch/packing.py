@@ -85,6 +85,7 @@ def shares_prompt(prompt: int, rows: Sequence[int], device: str) -> bool:
     return device != "cpu" or max(rows) <= LONGEST_ROW_ON_CPU * prompt
 
 
+@torch.compiler.disable(reason="the layout differs from pass to pass")  # pyright: ignore[reportUntypedFunctionDecorator]
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from kestrl.algorithms import Algorithm, RewardComponent, ScoredEpisode
 from kestrl.episode import Episode, Group, Turn
@@ -52,6 +52,37 @@ class TrainGroup:
     def zero_advantage(self) -> bool:
         """Whether all advantages are 0, so that the group adds nothing to the gradient of the policy loss."""
         return not any(any(row.advantages) for row in self.rows)
+
+
+def plain_group(rows: Sequence[Sequence[int]], prompt: Sequence[int] = ()) -> TrainGroup:
+    """A group of no episodes, whose rows are sampled from their second token on, without advantages.
+
+    Args:
+        rows: Token ids of each after the prompt.
+        prompt: Token ids of the prompt.
+    """
+    return TrainGroup(
+        id="",
+        prompt=array("i", prompt),
+        rows=[
+            TrainRow(
+                token_ids=array("i", ids),
+                mask=b"\0" + b"\1" * (len(ids) - 1),
+                behaviour=array("f", bytes(4 * len(ids))),
+                advantages=array("d", bytes(8 * len(ids))),
+                sequence=number,
+                on_policy=b"\1" * (len(ids) - 1),
+                policies=[""] * (len(ids) - 1),
+                engines=[""] * (len(ids) - 1),
+            )
+            for number, ids in enumerate(rows)
+        ],
+    )
+
+
+def rows_of_episodes(group: TrainGroup) -> list[list[TrainRow]]:
+    """The rows of each episode of a group."""
+    return [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]
 
 
 def shared_prompt(rows: Sequence[tuple[array[int], bytes]]) -> int:

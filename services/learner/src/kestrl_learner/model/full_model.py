@@ -18,8 +18,10 @@ from kestrl.storage import ObjectStore
 from kestrl.storage.models import ModelManifest, publish_model
 from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.packing import Kernel
+from kestrl_learner.model.compiled_layers import Graphs, not_compiled
 from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
+from kestrl_learner.ranks.group import RankGroup
 
 FILE_SIZE = "2GB"
 """Largest size of a file of weights: a file is read whole when it is stored."""
@@ -64,6 +66,9 @@ class FullModel(TrainedModel):
     def _sharing_kernel(self) -> Kernel | None:
         """None: it is fine-tuned on rows without a shared prompt."""
         return None
+
+    def _compiled(self, group: RankGroup | None) -> Graphs | None:  # noqa: ARG002 - there are no ranks
+        return not_compiled("all parameters are trained")
 
     def trained_state(self) -> dict[str, Tensor]:
         return {

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from kestrl._shared.spec.rules.adapter_rules import TARGETS, unserved
 from kestrl.errors import UserInputError
 from kestrl_learner.batch.rows import TrainGroup
+from kestrl_learner.model.compiled_layers import TRIAL
 from kestrl_learner.model.rounded_adapter import round_adapter, rounds_adapter
 from kestrl_learner.model.tokenizer_files import TokenizerFiles
 from kestrl_learner.model.trained_model import ModelOptions, TrainedModel
@@ -82,6 +83,12 @@ class PolicyModel(TrainedModel):
             round_adapter(peft_model)
         return peft_model
 
+    def _trial(self) -> Iterator[Tensor]:
+        yield from super()._trial()
+        yield from self.reference_logprobs(TRIAL, 1.0)
+        for adapter in (True, False):
+            yield torch.tensor(self.score(TRIAL.rows[0].token_ids, adapter=adapter))
+
     def trained_state(self) -> dict[str, Tensor]:
         return self.adapter_state()
 
@@ -118,10 +125,10 @@ class PolicyModel(TrainedModel):
         ids = torch.tensor([list(token_ids)], device=self.device)
         with torch.no_grad():
             if adapter:
-                logits = self.peft(input_ids=ids).logits
+                logits = self.peft(input_ids=ids, use_cache=False).logits
             else:
                 with self.peft.disable_adapter():
-                    logits = self.peft(input_ids=ids).logits
+                    logits = self.peft(input_ids=ids, use_cache=False).logits
             scores = torch.log_softmax(logits[0, :-1].float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
         return [float(score) for score in scores]
 

@@ -106,9 +106,14 @@ class RoundedLinear(Linear):
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         base: Any = self.get_base_layer()
-        copies = self.current_copies()
-        low, high = copies.sources
-        product: Tensor = _AdaptedProduct.apply(x, base.weight, base.bias, low, high, copies)
+        # In a graph nothing is looked at twice: `compiled_layers` asks for current copies before each call of a layer.
+        copies = self.copies if torch.compiler.is_compiling() else self.current_copies()
+        assert copies is not None, "a compiled layer is called with copies"
+        (name,) = self.active_adapters
+        low, high = self.lora_A[name].weight, self.lora_B[name].weight
+        product: Tensor = _AdaptedProduct.apply(
+            x, base.weight, base.bias, low, high, copies.low, copies.high, copies.scaling
+        )
         return product
 
     def current_copies(self) -> RoundedCopies:
@@ -132,13 +137,15 @@ class _AdaptedProduct(torch.autograd.Function):
         bias: Tensor | None,
         low: Tensor,  # noqa: ARG004 - its gradient is returned
         high: Tensor,  # noqa: ARG004
-        copies: RoundedCopies,
+        low_copy: Tensor,
+        high_copy: Tensor,
+        scaling: float,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        low_rows = rows @ copies.low.T
-        output = nn.functional.linear(rows, weight, bias).addmm_(low_rows, copies.high.T)
-        ctx.save_for_backward(rows, low_rows, weight, copies.low, copies.high)
-        ctx.scaling = copies.scaling
+        low_rows = rows @ low_copy.T
+        output = nn.functional.linear(rows, weight, bias).addmm_(low_rows, high_copy.T)
+        ctx.save_for_backward(rows, low_rows, weight, low_copy, high_copy)
+        ctx.scaling = scaling
         return output.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -154,7 +161,7 @@ class _AdaptedProduct(torch.autograd.Function):
         of_high = _product_in_float32(of_output.T, low_rows)
         if ctx.scaling != 1.0:
             of_high.mul_(ctx.scaling)
-        return of_x, None, None, of_low, of_high, None
+        return of_x, None, None, of_low, of_high, None, None, None
 
 
 def _product_in_float32(factor: Tensor, second_factor: Tensor) -> Tensor:

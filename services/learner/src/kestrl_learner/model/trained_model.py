@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -28,9 +27,10 @@ from kestrl.errors import UserInputError
 from kestrl_learner.batch import kernels, packing
 from kestrl_learner.batch.filling import Piece, Sizes, filled
 from kestrl_learner.batch.packing import Kernel
-from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut
+from kestrl_learner.batch.rows import TrainGroup, TrainRow, cut, plain_group, rows_of_episodes
 from kestrl_learner.model.base_weights import BaseWeights
 from kestrl_learner.model.checkpointing import checkpoint_layers
+from kestrl_learner.model.compiled_layers import TRIAL, Graphs, compile_layers, not_compiled
 from kestrl_learner.model.head import logits_at_once, token_logprobs
 from kestrl_learner.ranks.group import RankGroup
 from kestrl_learner.ranks.sharding import shard_layers
@@ -47,6 +47,7 @@ class ModelOptions(TypedDict, total=False):
     gradient_checkpointing: bool
     checkpointed_layers: int | None
     activation_offload: bool
+    compile_layers: bool
     tokens_per_pass: int
     group: RankGroup | None
 
@@ -62,6 +63,7 @@ class TrainedModel(ABC):
         gradient_checkpointing: Keeps the inputs of layers only and computes them again in the backward pass.
         checkpointed_layers: Number of the first layers to which this applies; None is all.
         activation_offload: Keeps these inputs in host memory until the backward pass.
+        compile_layers: Compiles the layers, as `compiled_layers` does.
         tokens_per_pass: Largest number of tokens of a forward pass, padding included; on a CPU packed passes are
             smaller, by `packing.largest_pass`.
         group: The ranks over which the base's layers are sharded; None keeps them whole. Each loads the base in turn,
@@ -85,6 +87,7 @@ class TrainedModel(ABC):
         gradient_checkpointing: bool = False,
         checkpointed_layers: int | None = None,
         activation_offload: bool = False,
+        compile_layers: bool = False,
         tokens_per_pass: int = TOKENS_PER_PASS,
         group: RankGroup | None = None,
     ) -> None:
@@ -107,6 +110,22 @@ class TrainedModel(ABC):
         self._shares_prompts = not gradient_checkpointing and self._kernel is None
         """Whether a prompt is computed in a call of its own, and its cache repeated."""
         self.base_weights = BaseWeights(self.network, self.device)
+        self.graphs = self._compiled(group) if compile_layers else None
+
+    def _compiled(self, group: RankGroup | None) -> Graphs | None:
+        if group is not None:
+            return not_compiled("they are sharded over ranks")
+        if not self._packs:
+            return not_compiled("rows of this family are padded")
+        return compile_layers(self.network, self._trial, next(self._body.parameters()).dtype)
+
+    def _trial(self) -> Iterator[Tensor]:
+        """Log-probabilities of a few rows by each kind of pass; the first has a gradient."""
+        pieces = [Piece(0, TRIAL, TRIAL.rows)]
+        yield self.pass_logprobs(pieces, 1.0, None)
+        with torch.no_grad():
+            without_gradient = self.pass_logprobs(pieces, 1.0, None)
+        yield without_gradient
 
     def _refuse_config(self, config: Any, path: str) -> None:
         """Raises UserInputError if the configuration is that of a model which is not trained."""
@@ -237,7 +256,7 @@ class TrainedModel(ABC):
         return self._kernel is not None and packing.shares_prompt(len(prompt), lengths, self._device_type)
 
     def _packed_passes(self, groups: Sequence[tuple[int, TrainGroup]], least_passes: int) -> list[list[Piece]]:
-        episodes = [_episodes(group) for _, group in groups]
+        episodes = [rows_of_episodes(group) for _, group in groups]
         sizes = [self._sizes(group, parts) for (_, group), parts in zip(groups, episodes, strict=True)]
         joined = packing.largest_joined(self.tokens_per_pass, self._device_type)
         return [
@@ -262,7 +281,7 @@ class TrainedModel(ABC):
         return self.device.type
 
     def _padded_parts(self, group: TrainGroup) -> list[list[TrainRow]]:
-        episodes = _episodes(group)
+        episodes = rows_of_episodes(group)
         own_prompt = 0 if self._shares_prompts else len(group.prompt)
         row_lengths = {id(rows): own_prompt + max(len(row.token_ids) for row in rows) for rows in episodes}
         episodes.sort(key=lambda rows: row_lengths[id(rows)])
@@ -285,17 +304,7 @@ class TrainedModel(ABC):
         Args:
             shared: Whether it has a shared prompt.
         """
-        row = TrainRow(
-            token_ids=array("i", [1, 1]),
-            mask=b"\0\1",
-            behaviour=array("f", [0.0, 0.0]),
-            advantages=array("d", [0.0, 0.0]),
-            sequence=0,
-            on_policy=b"\1",
-            policies=[""],
-            engines=[""],
-        )
-        group = TrainGroup(id="", prompt=array("i", [1] if shared else []), rows=[row])
+        group = plain_group([[1, 1]], [1] if shared else [])
         logprobs = self.pass_logprobs([Piece(0, group, group.rows)], 1.0, None)
         if logprobs.requires_grad:
             (logprobs.sum() * 0.0).backward()
@@ -384,8 +393,3 @@ class TrainedModel(ABC):
         body: Any = self._body(input_ids=ids, attention_mask=padding, use_cache=False)
         states: Tensor = body.last_hidden_state
         return torch.cat([states[:, :1], states[:, :-1]], dim=1)
-
-
-def _episodes(group: TrainGroup) -> list[list[TrainRow]]:
-    """The rows of each episode."""
-    return [list(rows) for _, rows in groupby(group.rows, key=lambda row: row.sequence)]

@@ -48,6 +48,7 @@ class PassSettings(SettingsModel):
     checkpointed_layers: int | None = None
     """Number of the first layers that keep their inputs only; None is all."""
     activation_offload: bool = False
+    compile_layers: bool = False
     tokens_per_pass: int = 16_384
     """Largest number of tokens of a forward pass."""
 

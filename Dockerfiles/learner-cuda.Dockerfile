@@ -22,6 +22,8 @@ LABEL org.opencontainers.image.title="kestrl-learner-cuda" \
       org.opencontainers.image.licenses="Apache-2.0"
 # Process 1: it reaps orphans and passes signals on. A base of one's own may have it.
 RUN command -v catatonit || (apt-get update && apt-get install --yes --no-install-recommends catatonit && rm -rf /var/lib/apt/lists/*)
+# FlexAttention and compiled layers: Triton compiles the launcher of each kernel, with the headers of Python in the base.
+RUN command -v gcc || (apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*)
 # Some libraries ask for the user's name, so the user that pods run as has one.
 RUN groupadd --gid 10001 kestrl && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp kestrl
 COPY --from=build /opt/kestrl /opt/kestrl

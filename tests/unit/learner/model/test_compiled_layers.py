@@ -25,6 +25,7 @@ from kestrl_learner.model.base_weights import BaseAway
 from kestrl_learner.model.compiled_layers import compile_layers
 from kestrl_learner.model.full_model import FullModel
 from kestrl_learner.model.policy_model import PolicyModel
+from kestrl_learner.model.rounded_adapter import RoundedLinear
 from kestrl_learner.train.trainer import Trainer
 
 LOG = compiled_layers.__name__
@@ -134,6 +135,36 @@ def test_a_step_and_a_base_that_was_away(pair: tuple[PolicyModel, PolicyModel]) 
     moved = sum(float((plain[name] - start[name]).square().sum()) for name in start) ** 0.5
     apart = sum(float((plain[name] - compiled[name]).square().sum()) for name in start) ** 0.5
     assert apart < 1e-2 * moved
+
+
+@pytest.mark.timeout(900)
+def test_copies_of_a_rounded_adapter_follow_its_updates(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit as without graphs, over updates and loaded weights."""
+    exactly(monkeypatch)
+    options: dict[str, Any] = {"dtype": "bfloat16", "rounded": True, "gradient_checkpointing": True}
+    plain = make_policy(models["qwen3"], disturb=0.3, **options)
+    compiled = make_policy(models["qwen3"], disturb=0.3, compile_layers=True, **options)
+    assert compiled.graphs is not None
+    count = len(compiled.graphs)
+    start = copy.deepcopy(plain.trained_state())
+    seen: list[list[float]] = []
+    for policy in (plain, compiled):
+        policy.load_trained_state(start)
+        trainer = Trainer(policy, algorithm(learning_rate=0.05, mini_batches=2), 1.0)
+        losses = [trainer.step(make_groups(seed=step), step).loss for step in range(3)]
+        scores = policy.score([1, 5, 9, 2], adapter=True)
+        policy.load_trained_state(start)
+        seen.append([*losses, *scores, *policy.score([1, 5, 9, 2], adapter=True)])
+    assert seen[0] == seen[1]
+    assert seen[1][3:6] != seen[1][6:9], "the updates have changed what is computed"
+    assert len(compiled.graphs) == count
+    assert not compiled.graphs.problem
+    for layer in (module for module in compiled.network.modules() if isinstance(module, RoundedLinear)):
+        assert layer.copies is not None
+        low: Any = layer.lora_A["default"].weight
+        assert torch.equal(layer.copies.low, low.bfloat16())
 
 
 # Layers that are not compiled

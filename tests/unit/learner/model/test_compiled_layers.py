@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +22,7 @@ from tests.unit.learner.train.test_training import algorithm, gradients, make_gr
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kestrl_learner.batch.filling import Piece
 from kestrl_learner.batch.rows import TrainGroup, plain_group
 from kestrl_learner.model import compiled_layers
 from kestrl_learner.model.base_weights import BaseAway
@@ -84,11 +88,14 @@ def test_the_graphs_of_the_start_serve_every_pass(pair: tuple[PolicyModel, Polic
     group = make_groups()[0]
     for one, other in zip(*(policy.reference_logprobs(group, 1.0) for policy in pair), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+    several = [Piece(number, group, group.rows) for number, group in enumerate(make_groups(count=2, size=2))]
+    with torch.no_grad():
+        one, other = (policy.pass_logprobs(several, 1.0, None) for policy in pair)
+        assert torch.allclose(one, other, atol=1e-6)
     for adapter in (True, False):
         assert compiled.score([1, 5, 9, 2], adapter=adapter) == pytest.approx(
             plain.score([1, 5, 9, 2], adapter=adapter)
         )
-    compiled.empty_pass(shared=False)
     with ThreadPoolExecutor(1) as steps:  # as those of a learner
         steps.submit(gradients, compiled, make_groups()).result()
     assert len(compiled.graphs) == count
@@ -137,6 +144,7 @@ def test_a_step_and_a_base_that_was_away(pair: tuple[PolicyModel, PolicyModel]) 
     assert apart < 1e-2 * moved
 
 
+@pytest.mark.share(3)
 @pytest.mark.timeout(900)
 def test_copies_of_a_rounded_adapter_follow_its_updates(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -209,12 +217,24 @@ def refused(network: SmallNetwork, caplog: pytest.LogCaptureFixture) -> str:
     return record.message
 
 
-@pytest.mark.timeout(900)
-def test_without_a_compiler_layers_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    from torch._inductor import config
+WITHOUT_COMPILER = """
+import logging
+from tests.unit.learner.model.test_compiled_layers import SmallNetwork
 
-    with config.patch({"cpp.cxx": (None, "/nowhere/c++"), "force_disable_caches": True}):
-        assert "No working C++ compiler found" in refused(SmallNetwork(), caplog)
+logging.basicConfig()
+assert SmallNetwork().compiled() is None
+"""
+
+
+def test_without_a_compiler_layers_stay_as_they_are() -> None:
+    """In a process of its own: Inductor keeps the compiler that it has found, and starts threads."""
+    environment = {**os.environ, "CXX": "/nowhere/c++", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    command = [sys.executable, "-c", WITHOUT_COMPILER]
+    root = Path(__file__).parents[4]
+    ended = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "layers are not compiled" in ended.stderr
+    assert "No working C++ compiler found" in ended.stderr
 
 
 def test_what_a_compiler_computes_is_compared(

@@ -104,8 +104,10 @@ def _repeated(values: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 
 def layout_mask(layout: Layout, device: torch.device) -> Tensor:
-    """The attention mask of a packed sequence: a tensor of no values that carries its layout."""
-    mask = torch.zeros((1, 1, 1, len(layout.segments)), dtype=torch.long, device=device)
+    """The attention mask of a packed sequence: a tensor of no values that carries its layout. It is the same for all
+    layouts, since a compiled layer knows it by its shape.
+    """
+    mask = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     setattr(mask, LAYOUT, layout)
     return mask
 

@@ -20,6 +20,7 @@ from tests.unit.learner.fakes import make_policy, model_with_a_window
 from tests.unit.learner.ranks.forked_ranks import on_ranks
 from tests.unit.learner.train.test_training import algorithm, gradients, make_groups
 from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kestrl_learner.batch.filling import Piece
@@ -235,6 +236,17 @@ def test_without_a_compiler_layers_stay_as_they_are() -> None:
     assert ended.returncode == 0, ended.stderr
     assert "layers are not compiled" in ended.stderr
     assert "No working C++ compiler found" in ended.stderr
+
+
+def test_the_first_error_that_a_compiler_prints_is_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        output = "part.cpp: In function\npart.cpp:1: error: no\n"
+        raise InductorError(CppCompileError(["g++"], output), None)
+
+    monkeypatch.setattr(compiled_layers, "COMPILER", fails)
+    assert refused(SmallNetwork(), caplog).endswith("CppCompileError: C++ compile error: part.cpp:1: error: no")
 
 
 def test_what_a_compiler_computes_is_compared(

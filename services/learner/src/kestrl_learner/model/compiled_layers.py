@@ -73,7 +73,7 @@ class Graphs:
         try:
             compiled: Callable[..., Any] = self._compile(graph, inputs)
         except BackendCompilerFailed as error:
-            self.problem = _first_line(error)
+            self.problem = _reason(error)
             return graph.forward
         self._count += 1
         return compiled
@@ -105,7 +105,7 @@ def compile_layers(network: nn.Module, trial: Trial, dtype: torch.dtype) -> Grap
     try:
         difference = _difference(_computed(network, trial), expected, dtype)
     except TorchDynamoException as error:
-        difference = _first_line(error)
+        difference = _reason(error)
     graphs.open = False
     problem = graphs.problem or difference or ("" if len(graphs) else "torch has made no graph of them")
     if problem:
@@ -168,5 +168,9 @@ def _difference(result: TrialResult, expected: TrialResult, dtype: torch.dtype) 
     return "" if off <= max(1e-3, 2 * rounding) else f"gradients differ by {off:.1%}"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _reason(error: Exception) -> str:
+    """The first line of a failure, and the first that a compiler printed as an error."""
+    first_line, _, more_lines = str(error).strip().partition("\n")
+    output = more_lines.partition("Output:\n")[2].splitlines()
+    compiler_lines = [line.strip() for line in output if "error" in line][:1]
+    return ": ".join([first_line or type(error).__name__, *compiler_lines])

@@ -20,6 +20,12 @@ def test_helm_notes_name_the_next_steps_and_the_release_is_valid(installation: I
     assert len(installation.operators()) == 2
 
 
+def log_lines(cluster: Cluster, pod: str) -> list[str]:
+    """The log of an operator, which after a start has no lines yet."""
+    eventually(f"{pod} has logged", lambda: bool(cluster.logs(pod, SYSTEM)), 60)
+    return cluster.logs(pod, SYSTEM).splitlines()
+
+
 def test_the_release_has_the_labels_objects_and_log_of_its_values(installation: Installation) -> None:
     cluster = installation.cluster
     assert installation.cluster.get("configmap", f"{RELEASE}-notes", SYSTEM)
@@ -30,8 +36,7 @@ def test_the_release_has_the_labels_objects_and_log_of_its_values(installation: 
     assert set(labelled.split()) == {f"deployment.apps/{RELEASE}-operator", *crds}
     for pod in installation.operators():
         assert pod["metadata"]["labels"][TEAM] == "platform"
-        lines = cluster.logs(pod["metadata"]["name"], SYSTEM).splitlines()
-        assert lines
+        lines = log_lines(cluster, pod["metadata"]["name"])
         assert all(json.loads(line).keys() >= {"time", "level", "logger", "message"} for line in lines)
 
 

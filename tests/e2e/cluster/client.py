@@ -171,6 +171,8 @@ class Cluster:
         ]
         while time.monotonic() < deadline:
             for event in _events(self._kubectl(arguments), self._environment(), deadline):
+                if event["type"] == "ERROR":  # such as a lost connection; its object is a Status
+                    break
                 yield event["type"], event["object"]
 
     def wait_for(

@@ -68,8 +68,8 @@ class EarlierVersion:
     @property
     def _names(self) -> list[str]:
         """Names of images in its archives. Its engines may run in the image of all components."""
-        own = any(path.name.startswith("engine") for path in self.archives)
-        return [KESTRL, ENGINE] if own else [KESTRL]
+        has_engine_image = any(path.name.startswith("engine") for path in self.archives)
+        return [KESTRL, ENGINE] if has_engine_image else [KESTRL]
 
     def values(self, chart_values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the chart with its images in place of this checkout's."""

@@ -138,9 +138,9 @@ def fixed(path: str, live: Object, state: Object) -> Any:
     part = at_place(state, tuple(path.split(".")))
     if path != "spec.template" or not live["spec"].get("suspend") or live.get("status", {}).get("startTime"):
         return part
-    kept = {"metadata": {"labels", "annotations"}, "spec": {"nodeSelector", "tolerations"}}
+    mutable_fields = {"metadata": {"labels", "annotations"}, "spec": {"nodeSelector", "tolerations"}}
     return {
-        name: {field: entry for field, entry in content.items() if field not in kept.get(name, ())}
+        name: {field: entry for field, entry in content.items() if field not in mutable_fields.get(name, ())}
         for name, content in part.items()
     }
 

@@ -25,9 +25,9 @@ def test_the_pages_have_the_tables_of_the_plan() -> None:
 
 def test_figures_between_the_tables_are_those_of_the_estimates() -> None:
     estimates = kept_estimates()
-    whole = estimates[WITHOUT_CHECKPOINTING]
-    activations = whole.parts[MemoryPart.ACTIVATIONS] / GIB
-    words = f"rows of 4k takes {whole.total / GIB:.0f} GiB, of which activations are {activations:.0f}."
+    uncheckpointed = estimates[WITHOUT_CHECKPOINTING]
+    activations = uncheckpointed.parts[MemoryPart.ACTIVATIONS] / GIB
+    words = f"rows of 4k takes {uncheckpointed.total / GIB:.0f} GiB, of which activations are {activations:.0f}."
     assert words in " ".join((DOCS / "scaling-the-learner.md").read_text().split())
     update = estimates[Step("32B")].total * (1 + MARGIN) / GIB
     assert f"must hold an update in any case, {update:.0f} GiB for 32B" in (DOCS / "gpus.md").read_text()

@@ -108,11 +108,11 @@ def workload_object(holder: QuotaHolder, request: QuotaRequest, priority: int | 
         spec |= {"priorityClassRef": reference, "priority": priority}
     namespace, job = holder.key
     # The operator watches Workloads by the labels of an AgentRLJob's objects; an SFTJob's has one more.
-    own = {SFT_LABEL: job} if holder.kind == SFT_KIND else {}
+    sft_labels = {SFT_LABEL: job} if holder.kind == SFT_KIND else {}
     metadata = {
         "name": holder.name,
         "namespace": namespace,
-        "labels": {**labels(job), **own, JOB_UID_LABEL: holder.uid},
+        "labels": {**labels(job), **sft_labels, JOB_UID_LABEL: holder.uid},
         "annotations": {REQUEST: request.digest},
         "ownerReferences": [owner(holder.kind, job, holder.uid)],
     }

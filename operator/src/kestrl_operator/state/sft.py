@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from kestrl_operator.state.versions import uid_of
 
 Object = Mapping[str, Any]
 NOTHING: Object = {}
+Entry = TypeVar("Entry")
 SFT_LABEL = "kestrl.dev/sft-job"
 """Label with the name of an SFTJob. Its pods have no `kestrl.dev/job`: an AgentRLJob may have the same name."""
 UNPLACED = "kestrl.dev/unplaced"
@@ -97,16 +98,7 @@ class SFTStore(JobObjects):
 
     def batch(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Job; returns the key of its SFTJob."""
-        name = body["metadata"].get("labels", {}).get(SFT_LABEL)
-        if name is None:
-            return None
-        key, uid = Key(body["metadata"]["namespace"], name), uid_of(body)
-        if deleted:
-            self._versions.delete(body)
-            self._batches.pop(uid, None)
-        elif self._versions.take(body):
-            self._batches[uid] = (key, body)
-        return key
+        return self._take(self._batches, body, lambda key: (key, body), deleted)
 
     def batch_of(self, key: Key, uid: str) -> Object | None:
         """The Job that belongs to this SFTJob and not to an earlier one of its name."""
@@ -115,15 +107,21 @@ class SFTStore(JobObjects):
 
     def workload(self, body: Object, *, deleted: bool = False) -> Key | None:
         """Stores a Workload; returns the key of its SFTJob."""
+        return self._take(self._admissions, body, lambda key: (key, owner_uid(body), admission_of(body)), deleted)
+
+    def _take(
+        self, entries: dict[str, Entry], body: Object, entry: Callable[[Key], Entry], deleted: bool
+    ) -> Key | None:
+        """Stores or removes an object that belongs to an SFTJob; returns the key of the SFTJob."""
         name = body["metadata"].get("labels", {}).get(SFT_LABEL)
         if name is None:
             return None
         key, uid = Key(body["metadata"]["namespace"], name), uid_of(body)
         if deleted:
             self._versions.delete(body)
-            self._admissions.pop(uid, None)
+            entries.pop(uid, None)
         elif self._versions.take(body):
-            self._admissions[uid] = (key, owner_uid(body), admission_of(body))
+            entries[uid] = entry(key)
         return key
 
     def admission(self, key: Key, uid: str) -> WorkloadAdmission | None:

@@ -219,15 +219,15 @@ def test_doctor_and_validate_say_what_a_run_says(machine: Machine, tmp_path: Pat
     devices = planned_site(tmp_path, job, cache_dir=cache_folder(runs)).devices
     assert devices is not None
     (note,) = devices.notes
-    *_, said = accelerator(job, QUICKSTART.parent, runs)
-    assert (said.status, said.fix) == (note, "")
+    *_, finding = accelerator(job, QUICKSTART.parent, runs)
+    assert (finding.status, finding.fix) == (note, "")
     *_, line = validated().stdout.splitlines()
     assert line == note
     machine(gpu(0, free=3_000))
     with pytest.raises(UserInputError) as refusal:
         planned_site(tmp_path, job, cache_dir=cache_folder(runs))
-    *_, said = accelerator(job, QUICKSTART.parent, runs)
-    assert (said.status, said.fix) == ("unusable", str(refusal.value))
+    *_, finding = accelerator(job, QUICKSTART.parent, runs)
+    assert (finding.status, finding.fix) == ("unusable", str(refusal.value))
     assert f"warning: kestrl run refuses this here: {refusal.value}" in validated().stderr.splitlines()
 
 

@@ -141,8 +141,8 @@ def test_a_step_and_a_base_that_was_away(pair: tuple[PolicyModel, PolicyModel]) 
         policy.load_trained_state(start)
     plain, compiled = states
     moved = sum(float((plain[name] - start[name]).square().sum()) for name in start) ** 0.5
-    apart = sum(float((plain[name] - compiled[name]).square().sum()) for name in start) ** 0.5
-    assert apart < 1e-2 * moved
+    deviation = sum(float((plain[name] - compiled[name]).square().sum()) for name in start) ** 0.5
+    assert deviation < 1e-2 * moved
 
 
 @pytest.mark.share(3)
@@ -287,8 +287,8 @@ def test_other_models_are_not_compiled_and_the_log_says_why(
 ) -> None:
     with caplog.at_level(logging.WARNING, LOG):
         padded = make_policy(model_with_a_window(tmp_path), compile_layers=True)
-        whole = FullModel(str(models["qwen3"]), dtype="float32", seed=1, compile_layers=True)
-    assert padded.graphs is whole.graphs is None
+        full_model = FullModel(str(models["qwen3"]), dtype="float32", seed=1, compile_layers=True)
+    assert padded.graphs is full_model.graphs is None
     assert "rows of this family are padded" in caplog.text
     assert "all parameters are trained" in caplog.text
 

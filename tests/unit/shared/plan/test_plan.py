@@ -128,9 +128,9 @@ def test_settings_survive_a_round_trip_through_their_file() -> None:
 
 def test_passes_of_the_learner_are_those_of_the_manifest() -> None:
     """By default nothing is compiled, checkpointed or offloaded."""
-    asked = ("gradientCheckpointing=true", "checkpointedLayers=3", "compileLayers=true", "tokensPerPass=512")
+    pass_settings = ("gradientCheckpointing=true", "checkpointedLayers=3", "compileLayers=true", "tokensPerPass=512")
     options: list[dict[str, Any]] = []
-    for overrides in ((), tuple(f"learner.{field}" for field in asked)):
+    for overrides in ((), tuple(f"learner.{field}" for field in pass_settings)):
         settings = by_name(job_with(*overrides))["learner-0"].settings
         assert isinstance(settings, LearnerSettings)
         options.append(settings.pass_options())
